@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from described import VOCABULARY
 from knobs import DIM, HEADS, KNOBS, KV_HEADS, Maker
 from model_table import ROUNDING, error
@@ -148,3 +149,40 @@ def test_norms_of_all_heads_after_the_rotation_are_refused(device: str) -> None:
     blocks = [described.blocks[0], replace(block, attention=attention), described.blocks[2]]
     with pytest.raises(UnsupportedModelError, match="after the rotation"):
         GraphBackend(tiny("Llama", device=device), description=replace(described, blocks=blocks))
+
+
+def test_chunks_read_no_page_before_their_own(device: str) -> None:
+    """A sequence frees pages as with a window of a chunk's length. What lies in pages that it does not hold is NaN."""
+    make = Maker(device)
+    chunked = make.attention(chunk=80)
+    described = make.decoder(make.block(chunked), make.block())
+    carrier = tiny("Llama", device=device, max_position_embeddings=1024)
+    backend = GraphBackend(carrier, description=described)
+    assert [group.window for group in backend.layers.groups] == [80, None]
+    text, slot = tokens(400), backend.open()
+    backend.step([greedy(slot, text[:200], root(text[200]))])
+    backend.commit([(slot, ())])
+    assert backend.reserve(slot, 500)  # which frees what lies before the window
+    tables = backend.slots[slot].tables
+    assert tables[0].dropped == (192 - 79) // PAGE > tables[1].dropped == 0
+    with torch.inference_mode():
+        for pool, cache in zip(backend.pool.pools, backend.kv.caches, strict=True):
+            cache[:, :, [page + 1 for page in pool._free]] = torch.nan
+    expected = forward_tree(described, [*text[:201], *text[201:250]], TREE.tokens, TREE.parents)
+    found = backend.step([greedy(slot, text[201:250], TREE, logits=True)])[0].logits
+    assert error(found, expected) < 5 * ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dim": 514, "heads": 1, "kv_heads": 1}, "its heads are 514 columns wide"),
+        ({"dim": 7, "rope": None}, "its heads are 7 columns wide"),
+        ({"window": 8, "chunk": 16}, "both a sliding window and attention chunks"),
+    ],
+)
+def test_heads_that_the_kernels_cannot_run_are_refused(changes: dict[str, Any], reason: str, device: str) -> None:
+    make = Maker(device)
+    described = make.decoder(make.block(), make.block(make.attention(**changes)))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        GraphBackend(tiny("Llama", device=device), description=described)

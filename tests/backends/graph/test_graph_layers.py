@@ -36,7 +36,6 @@ REFUSED = {
 }
 """Rows of the table for which there are no kernels yet."""
 REFUSED_KNOBS = {
-    "chunks", "softcap", "sinks", "sinks, softcap and a window",
     "norm weight + 1", "norm in fp32", "norm without weight", "layer norm", "layer norm without bias",
     "layer norm without weight", "norms before and after", "norms after", "parallel, one norm", "parallel, two norms",
     "parallel, then not", "residual scale", "output scale", "output scale of a parallel block", "norms after, scaled",

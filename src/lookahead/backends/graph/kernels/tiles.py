@@ -160,6 +160,9 @@ TUNED = {
 wider ones are the largest blocks whose K/V fit into shared memory together with the next block's, so that one program
 per multiprocessor keeps the memory busy; `benchmarks/attention_tiles.py` measures others."""
 
+WIDEST_HEAD = max(TUNED)
+"""Attention runs heads of up to this width."""
+
 
 @cache
 def tuning_for(dim: int) -> WidthTuning:
@@ -167,7 +170,7 @@ def tuning_for(dim: int) -> WidthTuning:
     for width, tuning in TUNED.items():
         if dim <= width:
             return tuning
-    raise ValueError(f"heads of {dim} columns; attention runs up to {max(TUNED)}")
+    raise ValueError(f"heads of {dim} columns; attention runs up to {WIDEST_HEAD}")
 
 
 def queries_per_tile(dim: int, size: TileSize) -> int:

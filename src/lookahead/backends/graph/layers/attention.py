@@ -8,7 +8,7 @@ import torch
 
 from lookahead.backends.graph.groups import AttentionGroup
 from lookahead.backends.graph.kernels.projections import Projections
-from lookahead.backends.graph.kernels.tiles import HeadShape
+from lookahead.backends.graph.kernels.tiles import WIDEST_HEAD, HeadShape
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.ops import Ops
@@ -48,8 +48,10 @@ class AttentionLayer:
         """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.out.has_bias:
             raise UnsupportedModelError("its output projections have biases")
-        if spec.head_dim % 2:
-            raise UnsupportedModelError(f"its heads are {spec.head_dim} columns wide, an odd number")
+        if spec.head_dim % 2 or spec.head_dim > WIDEST_HEAD:
+            raise UnsupportedModelError(
+                f"its heads are {spec.head_dim} columns wide, where the kernels take even numbers up to {WIDEST_HEAD}"
+            )
         norms = Projections(
             spec.heads,
             spec.kv_heads,
@@ -61,15 +63,14 @@ class AttentionLayer:
         )
         if spec.norms_after_rope and spec.rope is not None and norms.needs_norm_heads:
             raise UnsupportedModelError("after the rotation, queries or keys have norms that are not RMSNorms of heads")
-        for name in ("softcap", "chunk", "sinks"):
-            if getattr(spec, name) is not None:
-                raise UnsupportedModelError(f"its attention has {name}")
+        if spec.window is not None and spec.chunk is not None:
+            raise UnsupportedModelError("a layer of it has both a sliding window and attention chunks")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         norms = (norm for norm in self._projections.norms if norm is not None)
         own = (tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None)
-        return [*self.qkv.tensors, *self.out.tensors, *own]
+        return [*self.qkv.tensors, *self.out.tensors, *own, *([] if self.spec.sinks is None else [self.spec.sinks])]
 
     def buffers(self) -> dict[str, int]:
         wide = self.shape.heads * self.shape.dim
@@ -94,6 +95,13 @@ class AttentionLayer:
         projections = replace(self._projections, cosine=cosine, sine=sine, query_scale=scale)
         heads = buffers["heads"][:size] if projections.needs_norm_heads else None
         rotated = projections if heads is None else projections.after_norm_heads()
+        scoring = {
+            "scale": spec.scale,
+            "window": spec.window or 0,
+            "chunk": spec.chunk or 0,
+            "softcap": spec.softcap or 0.0,
+            "sinks": spec.sinks,
+        }
         multiply_in, multiply_out = self.qkv.plan(size), self.out.plan(size)
 
         def run() -> None:
@@ -101,7 +109,7 @@ class AttentionLayer:
             if heads is not None:
                 ops.norm_heads(qkv, projections, heads)
             ops.rotate_write(qkv if heads is None else heads, rotated, rows, q, *own)
-            ops.attend(q, keys, values, rows, attended, work, tiles, scale=spec.scale, window=spec.window or 0)
+            ops.attend(q, keys, values, rows, attended, work, tiles, **scoring)
             multiply_out(mixed, delta)
 
         return run
