@@ -141,7 +141,7 @@ def test_generate_keeps_to_the_limits(
 
 def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that is too large takes the exactness of its pass, so no exact request is in it, nor shares its K/V."""
-    backend = GraphBackend(tiny("Llama").to(torch.bfloat16))
+    backend = GraphBackend(tiny("Llama").to(torch.float16))
     kinds, choose = list[tuple[bool, list[int]]](), backend.planner.choose_kind
 
     def note(inputs: Sequence[StepInput], lengths: Sequence[int]) -> Any:
@@ -172,7 +172,7 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
 
 def test_deep_guesses_leave_nothing_for_others_either() -> None:
     """K/V of accepted guesses that are deeper than exact ones are, are shared with inexact requests alone."""
-    engine = Engine(GraphBackend(tiny("Llama").to(torch.bfloat16)))
+    engine = Engine(GraphBackend(tiny("Llama").to(torch.float16)))
     configs = (LookaheadConfig(suffix_length=64, exact=False), LookaheadConfig(exact=False), LookaheadConfig())
     requests = [Request(DecodingSequence(REPEATED, config)) for config in configs]
     for request in requests:
@@ -196,7 +196,7 @@ def test_the_default_fits_any_backend(nodes: int | None, budget: int, window: in
 
 
 def test_the_hook_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("Llama").to(torch.bfloat16)
+    model = tiny("Llama").to(torch.float16)
     ids, options = torch.tensor([REPEATED]), {"max_new_tokens": 20, "do_sample": False}
     with caplog.at_level(logging.WARNING, logger="lookahead"):
         for _ in range(2):

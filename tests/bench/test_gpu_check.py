@@ -87,9 +87,17 @@ def test_files_are_dealt_out_by_their_tests() -> None:
     ],
 )
 def test_tests_run_and_a_file_without_its_package_is_left_out(
-    body: str, other: str, passed: bool, figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    body: str,
+    other: str,
+    passed: bool,
+    figure: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A file that fails to import for another reason is a failure."""
+    """A file that fails to import for another reason is a failure. No plugin of pytest's is needed, nor imported: that
+    would take seconds."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     tests = tmp_path / "tests"
     tests.mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
@@ -126,7 +134,7 @@ def tiny_folder(
 def test_everything_but_the_tests(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the kernels' slow twins. Another GPU's baseline is not judged; one that was written here is."""
     baseline = tiny_folder / "baseline.json"
-    words = ["--small", "--device", "cpu", "--model", str(tiny_folder), "--baseline", str(baseline), "--seconds", "2"]
+    words = ["--small", "--device", "cpu", "--model", str(tiny_folder), "--baseline", str(baseline), "--seconds", "0.5"]
     assert main([*words, "--only", "identity,soak,figures", "--update"]) == 0
     out = capsys.readouterr().out
     last = out.rstrip().splitlines()

@@ -112,14 +112,6 @@ def crowd(server: Running, bodies: list[dict[str, Any]], seed: int) -> list[list
     return asyncio.run(run())
 
 
-def alone(server: Running, body: dict[str, Any]) -> list[Any]:
-    async def run() -> list[Any]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            return await ask(client, {**body, "stream": False})
-
-    return asyncio.run(run())
-
-
 @pytest.mark.parametrize("count", slow_but([28, 64], 28))
 def test_requests_at_once_get_what_each_gets_alone(paged: Running, count: int) -> None:
     bodies = made_up(count, seed=1)
@@ -129,7 +121,7 @@ def test_requests_at_once_get_what_each_gets_alone(paged: Running, count: int) -
     assert paged.model.engine.preemptions > before
     assert pool.hit_tokens > 0
     for body, found in zip(bodies, together, strict=True):
-        expected = alone(paged, body)
+        expected = paged.complete(**{**body, "stream": False})["choices"]
         assert [strip(one) for one in found] == [strip(one) for one in expected], body
         for one, other in zip(found, expected, strict=True):
             if one["logprobs"]:

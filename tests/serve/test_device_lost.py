@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from http_server import Running, soon
 
 import lookahead
 from lookahead.backends.failures import DeviceError, DeviceMemoryError
+from lookahead.cli import main
 from lookahead.cli.common import DEVICE_LOST
 from lookahead.serve import life
 from lookahead.serve.errors import ApiError
@@ -28,6 +31,8 @@ from lookahead.serve.tokens import health
 
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' ...\n"
 LINE = "is lost (CUDA error: an illegal memory access was encountered); no call of this process can use it"
+READY = ("serving ", "see it in ", "try: ")
+"""How the lines of a server that is ready begin."""
 LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "lookahead": False}
 
 
@@ -136,6 +141,51 @@ def test_a_request_without_memory_is_refused_in_one_line_and_the_others_go_on(
     assert not any(record.exc_info for record in caplog.records)
 
 
+class ProcessEnd(BaseException):
+    """In place of `os._exit`."""
+
+
+def test_the_command_ends_with_one_line_and_a_code_of_its_own(
+    doomed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In this process; the next test starts one."""
+    addresses, ready_line, found = queue.Queue[str](), life.ready_line, list[Any]()
+
+    def noted(address: str, service: Any) -> str:
+        addresses.put(address)
+        return ready_line(address, service)
+
+    def end(code: int) -> None:
+        raise ProcessEnd(code)
+
+    def ask() -> None:
+        url = f"{addresses.get(timeout=30)}/v1/completions"
+        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            lose(doomed, monkeypatch)
+            found.extend(line for line in lines if line.startswith("data: "))
+
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(lookahead, "load", lambda *args, **options: doomed)
+    monkeypatch.setattr(life, "ready_line", noted)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
+    client = threading.Thread(target=ask)
+    client.start()
+    with pytest.raises(ProcessEnd) as ended:
+        main(["serve", "--port", "0"])
+    client.join(20)
+    assert ended.value.args == (DEVICE_LOST,)
+    assert LINE in json.loads(found[-2][6:])["error"]["message"]
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(READY)]
+    assert len(said) == 1, said
+    assert said[0].startswith("error: the device cpu is lost (CUDA error: an illegal memory access")
+    assert list((tmp_path / "memory").glob("*/shared.npz"))
+
+
 SCRIPT = """
 import os, sys
 import torch
@@ -161,7 +211,8 @@ main(sys.argv[1:-1])
 """
 
 
-def test_the_command_ends_with_one_line_and_a_code_of_its_own(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_process_of_the_command_ends(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     folder, flag = tmp_path / "model", tmp_path / "lost"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -178,7 +229,7 @@ def test_the_command_ends_with_one_line_and_a_code_of_its_own(model: Any, tokeni
             rest = [line for line in lines if line.startswith("data: ")]
         assert LINE in json.loads(rest[-2][6:])["error"]["message"]
         assert process.wait(30) == DEVICE_LOST == 70
-        said = [line for line in process.stderr if not line.startswith(("see it in", "try: "))]
+        said = [line for line in process.stderr if not line.startswith(READY)]
     finally:
         process.kill()
         process.wait(10)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreting import quicken
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
 
 pytest.importorskip("triton")
@@ -42,6 +43,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 
     def twin(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a twin was called in place of its kernel")
+
+    quicken(monkeypatch)
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel

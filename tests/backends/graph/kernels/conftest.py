@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from interpreting import quicken
 
 pytest.importorskip("triton")
 
@@ -38,31 +38,6 @@ def products_add_in_sixteens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def language_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter replace the functions of `triton.language` once per launch.
-
-    It does so again at each call of a helper, which takes longer than all of the arithmetic.
-    """
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    patched: list[bool] = []
-
-    def patch_once(fn: Any) -> Any:
-        if patched:
-            return None
-        scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        restore = scope.restore
-
-        def restore_all() -> None:
-            patched.clear()
-            restore()
-
-        patched.append(True)
-        scope.restore = restore_all
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+def interpreter_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        quicken(monkeypatch)
