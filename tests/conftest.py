@@ -46,7 +46,7 @@ if not deals_tests_out():
 # logits, where fp32 rounding decides. To search further: `pytest --hypothesis-profile=search`.
 # `make test` tries a part of them; see `marks.examples`.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.register_profile("quick", derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("quick", derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("search", max_examples=1000)
 hypothesis.settings.load_profile("repeatable")
 

@@ -21,5 +21,5 @@ def slow_interpreted(*values: Any) -> Any:
 
 
 def examples(count: int) -> int:
-    """How many examples of a test that wants `count` of them this run's profile tries: `make test` two in five."""
+    """How many examples of a test that wants `count` of them this run's profile tries: `make test` one in four."""
     return max(3, count * hypothesis.settings.default.max_examples // 100)

@@ -119,6 +119,14 @@ def stock_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return logits
 
 
+@torch.no_grad()
+def stock_logits_of_each(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The logits [n, vocabulary] of each text of n tokens, in one pass: no token sees the padding behind its text."""
+    longest = max(map(len, texts))
+    padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=model.device)
+    return [logits[: len(text)] for logits, text in zip(model(padded).logits, texts, strict=True)]
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_table import ROUNDING, ROWS, build, error, stock_logits
+from model_table import ROUNDING, ROWS, build, error, stock_logits, stock_logits_of_each
 from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
@@ -47,12 +47,13 @@ def test_every_path_of_a_tree_is_plain_text(name: str) -> None:
     description, parents = read(model, "reference"), list(tree.parents)
     for prefix in (PREFIX, PREFIX[:2], []):
         found = reference.forward_tree(description, prefix, tree.tokens, parents)
-        for leaf in set(range(tree.size)) - set(parents):
-            path = [leaf]
+        paths = [[leaf] for leaf in set(range(tree.size)) - set(parents)]
+        for path in paths:
             while parents[path[0]] >= 0:
                 path.insert(0, parents[path[0]])
-            expected = stock_logits(model, [*prefix, *(tree.tokens[node] for node in path)])[len(prefix) :]
-            assert error(found[path], expected) < ROUNDING
+        expected = stock_logits_of_each(model, [[*prefix, *(tree.tokens[node] for node in path)] for path in paths])
+        for path, logits in zip(paths, expected, strict=True):
+            assert error(found[path], logits[len(prefix) :]) < ROUNDING
 
 
 @pytest.mark.parametrize(

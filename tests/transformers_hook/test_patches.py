@@ -190,6 +190,7 @@ WHEN = pytest.mark.parametrize("known", [False, True], ids=["before the first ca
     ("place", "rule"), [*(("a layer", rule) for rule in RULES), *((place, "one") for place in list(HOOKS)[1:])]
 )
 @WHEN
+@pytest.mark.thinned(1)
 def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, rule: str, known: bool) -> None:
     if known:
         said(both, model)
@@ -218,6 +219,7 @@ def test_a_hook_in_half_precision(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["one", "several", "two", "many"])
 @pytest.mark.parametrize("part", [0.3, 0.04])
+@pytest.mark.thinned(1)
 def test_a_hook_that_adds_little_in_half_precision(rule: str, part: float) -> None:
     """Less than logits differ between kernels. What it does to its own module's outputs is seen, and the same hook is
     taken if it does that to all tokens, or only records."""

@@ -354,6 +354,7 @@ def test_every_step_of_a_generation_is_the_same(
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("ngram", [4, 2])
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.thinned(1)
 def test_every_step_of_the_graph_backend_is_the_same(
     model: Any, temperature: float, ngram: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
