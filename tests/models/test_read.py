@@ -179,7 +179,7 @@ def test_windows_are_those_of_the_forward_pass(kind: str, changes: dict[str, Any
     assert torch.equal(before, after) is (None not in windows)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Granite", "Glm4", "Olmo2", "SeedOss"])
+@pytest.mark.parametrize("kind", ["Llama", "Granite", "Glm4", "Olmo2", "SeedOss", "Phi", "Nemotron"])
 def test_a_model_without_windows_stays_below_one_that_its_config_names(kind: str) -> None:
     """Its attention does not use the window and the cache of `generate` does, so beyond it no text would be right."""
     model = tiny(kind, sliding_window=7, head_dim=8)
@@ -187,6 +187,16 @@ def test_a_model_without_windows_stays_below_one_that_its_config_names(kind: str
     limit = position_limit(model.config)
     assert (limit.positions, limit.hard) == (7, True)
     assert position_limit(tiny(kind, head_dim=8).config).positions is None
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "GPTJ", "GPTNeo", "OPT"])
+def test_a_table_of_positions_and_a_window_that_is_not_used(kind: str) -> None:
+    """The shorter one is the limit."""
+    changes = {"GPTJ": {"rotary_dim": 4}, "GPTNeo": {"attention_types": [[["global"], 2]]}}.get(kind, {})
+    for window, positions in ((7, 7), (1000, 256)):
+        model = tiny(kind, sliding_window=window, **changes)
+        assert read(model, "some").windows == [None]
+        assert position_limit(model.config).positions == positions
 
 
 # Published checkpoints

@@ -64,7 +64,7 @@ def position_limit(config: Any) -> PositionLimit:
             known = [x for x in (limit, original) if x is not None]
             return PositionLimit(min(known) if known else None, f"{kind} {ROTARY_FACTORS}", hard=True)
     if window and has_ambiguous_window(config):
-        return PositionLimit(window, "beyond them its config does not define the mask", hard=True)
+        return PositionLimit(window if rope else limit, "beyond them its config does not define the mask", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
 
 
@@ -104,7 +104,9 @@ def chunks(config: Any) -> dict[str, int]:
 
 WINDOWLESS = frozenset({
     "moshi", "llama", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "cohere", "seed_oss", "helium",
-    "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2", "hyperclovax",
+    "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2", "hyperclovax", "phi", "nemotron",
+    "stablelm", "gpt_neox", "gpt_neox_japanese", "persimmon", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj",
+    "codegen", "opt", "xglm", "biogpt", "ctrl", "emu3_text_model",
 })  # fmt: skip
 """Types of models whose attention has no window, whatever their config says."""
 
