@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
+from tiny import greedy, root, tiny
 
 from lookahead.backends.graph import runner, steps
 from lookahead.backends.graph.backend import GraphBackend
@@ -175,3 +175,25 @@ def test_a_compiling_pass_launches_the_kernels_of_a_real_one(launched: set[tuple
         launched.clear()
         one.launch_kernels()
         assert launched == every
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_what_was_compiled_in_advance_is_all_that_captures_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compiling in advance changes nothing on the device: neither cached K/V nor what follows."""
+    import triton
+
+    backend = GraphBackend(tiny("Llama", max_position_embeddings=1024).to(torch.bfloat16).cuda(), kv_tokens=4096)
+    slot = backend.open()
+    first = backend.step([greedy(slot, list(range(2, 40)), root(7))])[0].targets
+    backend.commit([(slot, ())])
+    before = [part.clone() for pair in backend.cached(slot) for part in pair]
+    backend.compile_kernels()
+    after = [part for pair in backend.cached(slot) for part in pair]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+    backend.prepare(1024, 128)
+    assert not compiled
+    again = backend.open()
+    assert backend.step([greedy(again, list(range(2, 40)), root(7))])[0].targets == first

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from threading import Lock, get_ident
 from typing import Any
 
@@ -43,8 +43,8 @@ def compile_launched(work: Callable[[], object], threads: int) -> None:
 
 
 def package_kernels() -> list[Any]:
-    """All Triton functions of this package."""
-    modules = [import_module(f"{package.__name__}.{found.name}") for found in iter_modules(package.__path__)]
+    """All Triton functions of this package and its subpackages."""
+    modules = [import_module(found.name) for found in walk_packages(package.__path__, f"{package.__name__}.")]
     found = {id(value): value for module in modules for value in vars(module).values() if type(value) is JITFunction}
     return list(found.values())
 
