@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from model_table import build
+from model_table import ROWS, build
 from safetensors.torch import load_file, save_file
 from tiny import tiny
 from transformers import AutoModelForCausalLM
 
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.matrices.dense import fuse_weights
+from lookahead.backends.graph.model import check_lowered
 from lookahead.backends.graph.placing import matrices_in, place_fused
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
 
 CPU = torch.device("cpu")
@@ -73,6 +75,26 @@ def test_lowering_placed_weights_copies_none(name: str, tmp_path: Path) -> None:
     for matrix in matrices_in(read(model, "graph")):
         assert fuse_weights(matrix)[0].data_ptr() == matrix.parts[0].weight.data_ptr()
     assert backend.reads_weights_of(model)
+
+
+def test_every_family_that_the_graph_backend_runs_can_be_placed() -> None:
+    placed = 0
+    for name, _, _ in ROWS:
+        model = build(name)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        place_fused(model, CPU)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), name
+        try:
+            decoder = read(model, "graph")
+            check_lowered(decoder)
+        except UnsupportedModelError:
+            continue
+        placed += 1
+        addresses = storages(model)
+        for matrix in matrices_in(decoder):
+            fuse_weights(matrix)
+        assert storages(model) == addresses, name
+    assert placed > 40
 
 
 def test_a_placed_model_generates_and_can_be_saved(tmp_path: Path) -> None:
