@@ -74,12 +74,14 @@ class CapturedForward(Captured):
         self._run_blocks(self.blocks)
 
     def launch_kernels(self) -> None:
-        """Two blocks of each attention group are launched: the others have the same kernels, and the first of all adds
-        nothing to the residual stream. A kernel that only another block has is compiled when that runs."""
-        by_group: dict[int, list[PlannedBlock]] = {}
+        """Of blocks in one attention group and with the same widths only two are launched: the others have the same
+        kernels, and the first of all adds nothing to the residual stream. A kernel that is missed here is compiled when
+        it is first launched."""
+        alike: dict[tuple[int, str], list[PlannedBlock]] = {}
         for block, planned in zip(self.state.model.blocks, self.blocks, strict=True):
-            by_group.setdefault(block.attention.group, []).append(planned)
-        self._run_blocks([planned for blocks in by_group.values() for planned in blocks[:2]])
+            widths = f"{block.attention.buffers()} {block.feed_forward.buffers()}"
+            alike.setdefault((block.attention.group, widths), []).append(planned)
+        self._run_blocks([planned for blocks in alike.values() for planned in blocks[:2]])
 
     @torch.inference_mode()
     def _run_blocks(self, blocks: Sequence[PlannedBlock]) -> None:
