@@ -105,13 +105,14 @@ class Tiles:
     def for_layer(self, dim: int, element_size: int, span: int) -> Tiles:
         """The parameters for a layer with heads of this width, and rows that see at most `span` keys (0: all of them).
 
-        A window of at most `NEAR_BLOCKS` blocks is read like a short context, with no more splits than blocks. Wide
-        heads in fp32 leave no shared memory for keys that are loaded ahead.
+        A window is never longer than its blocks, so it has no more near splits than these, and of further splits one
+        for every four of them: others would have next to nothing to read. Wide heads in fp32 leave no shared memory for
+        keys that are loaded ahead.
         """
         tiles, blocks = self, (span - 2) // self.block_n + 2
-        if span and blocks <= NEAR_BLOCKS:
-            splits = min(self.near_splits or self.splits, blocks)
-            tiles = replace(tiles, splits=splits, near_splits=splits)
+        if span:
+            near = min(self.near_splits or self.splits, blocks)
+            tiles = replace(tiles, near_splits=near, splits=max(near, min(self.splits, blocks // 4)))
         return replace(tiles, stages=1) if element_size > 2 and dim > 128 else tiles
 
 
