@@ -33,11 +33,9 @@ class Angles:
         return angles.cos(), angles.sin()
 
 
-def uneven_decoder(*, head_bias: bool = False, everywhere: bool = True, seed: int = 0) -> Decoder:
+def uneven_decoder(*, head_bias: bool = False, seed: int = 0) -> Decoder:
     """Layers that differ in heads, K/V heads, head width, rope, window, scale, norms of q and k, eps, biases and width
     of the feed-forward. The last layer is as the first one.
-
-    Without `everywhere` only q, k and v have biases, and q and k either both have norms, with the same eps, or none.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -50,21 +48,16 @@ def uneven_decoder(*, head_bias: bool = False, everywhere: bool = True, seed: in
     def biased(out: int, width: int) -> Matrix:
         return matrix(random(out, width), random(out))
 
-    def others(linear: Any) -> Any:
-        return linear if everywhere else plain
-
     def norm(width: int, eps: float) -> Norm:
         return Norm(1 + random(width), eps)
 
     def attention(heads: int, kv_heads: int, dim: int, linear: Any = plain, **changes: Any) -> Attention:
         qkv = Matrix(tuple(linear(n * dim, HIDDEN).parts[0] for n in (heads, kv_heads, kv_heads)))
-        settings = {"scale": dim**-0.5, "out": others(linear)(HIDDEN, heads * dim), **changes}
-        if not everywhere and (norms := [changes[name] for name in ("q_norm", "k_norm") if name in changes]):
-            settings |= {"q_norm": norms[0], "k_norm": norm(dim, norms[0].eps)}
+        settings = {"scale": dim**-0.5, "out": linear(HIDDEN, heads * dim), **changes}
         return Attention(heads, kv_heads, dim, qkv=qkv, **settings)
 
     def feed_forward(inner: int, linear: Any = plain) -> FeedForward:
-        return FeedForward(others(linear)(2 * inner, HIDDEN), others(linear)(HIDDEN, inner))
+        return FeedForward(linear(2 * inner, HIDDEN), linear(HIDDEN, inner))
 
     near, far, wide = Rope(Angles(1e4, 8), 8), Rope(Angles(30.0, 8), 8), Rope(Angles(1e4, 16), 16)
     layers = [

@@ -158,16 +158,16 @@ def feed_forward(spec: FeedForward, x: torch.Tensor) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]."""
     inner = matrix(spec.gate_up, x)
     if not spec.gated:
-        return matrix(spec.down, activate(spec, inner))
+        return matrix(spec.down, activate(spec.activation, spec.constants, inner))
     gate, up = inner.chunk(2, dim=-1)
-    return matrix(spec.down, activate(spec, gate) * up)
+    return matrix(spec.down, activate(spec.activation, spec.constants, gate) * up)
 
 
-def activate(spec: FeedForward, x: torch.Tensor) -> torch.Tensor:
-    """The activation of x [rows, width]."""
-    if spec.activation is not Activation.XIELU:
-        return ACTIVATIONS[spec.activation](x)
-    square, bent, linear, least = spec.constants
+def activate(activation: Activation, constants: Sequence[float], x: torch.Tensor) -> torch.Tensor:
+    """The activation, with its constants, of x [rows, width]."""
+    if activation is not Activation.XIELU:
+        return ACTIVATIONS[activation](x)
+    square, bent, linear, least = constants
     above = square * x * x + linear * x
     return torch.where(x > 0, above, (torch.expm1(x.clamp(max=least)) - x) * bent + linear * x)
 

@@ -190,6 +190,8 @@ class Attention:
             raise UnsupportedModelError(f"a token sees {self.window} tokens")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} K/V heads evenly")
+        if self.rope is not None and self.rope.dim > self.head_dim:
+            raise ValueError(f"{self.rope.dim} columns are rotated of heads that have {self.head_dim}")
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads), (self.v_norm, self.kv_heads)):
             if norm is None or norm.weight is None:
                 continue

@@ -1172,8 +1172,7 @@ def broken(reason: str) -> Any:
                 vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
             )
         )
-    fields = {"activation": {"hidden_act": "gelu"}, "attention": {"attention_bias": True}, "mlp": {"mlp_bias": True}}
-    model = make("llama", **fields.get(reason, {}))
+    model = make("llama")
     attention = model.model.layers[1].self_attn
     if reason == "subclass":
         attention.v_proj = Adapted(32, 16, bias=False)
@@ -1190,8 +1189,6 @@ def broken(reason: str) -> Any:
         model._tp_size = 2
     elif reason == "dtypes":
         model.model.norm.to(torch.bfloat16)
-    elif reason == "head":
-        model.lm_head = nn.Linear(32, VOCABULARY, bias=True)
     return model
 
 
@@ -1215,7 +1212,6 @@ class WQLinear_GEMM(nn.Module):
     ("reason", "message"),
     [
         ("family", r"there is no reader for BertLMHeadModel"),
-        ("activation", r"its activation is 'gelu'"),
         ("subclass", r"Adapted is no plain matrix"),
         ("packed", r"WQLinear_GEMM is no plain matrix"),
         ("offloaded", r"it is spread over devices"),
@@ -1223,9 +1219,6 @@ class WQLinear_GEMM(nn.Module):
         ("quantised", r"its weights are quantised"),
         ("split", r"split between processes"),
         ("dtypes", r"its weights have several dtypes"),
-        ("attention", r"its output projections have biases"),
-        ("mlp", r"its feed-forward has biases"),
-        ("head", r"its head has a bias"),
     ],
 )
 def test_refuses(reason: str, message: str) -> None:
@@ -1240,6 +1233,22 @@ def test_refuses(reason: str, message: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_does_not_refuse(name: str) -> None:
     check_lowered(read(make(name), "graph"))
+
+
+@pytest.mark.parametrize("head_bias", [False, True])
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}])
+def test_biases_and_other_activations(
+    changes: dict[str, Any], head_bias: bool, device: str, settings: LookaheadConfig, plain: Plain
+) -> None:
+    model = make("llama", device, **changes)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    if head_bias:
+        model.lm_head = nn.Linear(32, VOCABULARY, bias=True, device=device)
+    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
+    assert outputs(GraphBackend(model), PROMPTS, settings) == expected
 
 
 def test_hooks_of_transformers_own_are_no_reason(settings: LookaheadConfig, plain: Plain) -> None:

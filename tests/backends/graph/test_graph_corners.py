@@ -64,14 +64,16 @@ def test_a_request_waits_only_while_there_is_no_room(device: str) -> None:
 
 def changed(**changes: Any) -> Decoder:
     """A description whose second layer, of 4 heads of width 16 with a window, has other settings."""
-    made = uneven_decoder(everywhere=False)
+    made = uneven_decoder()
     block = made.blocks[1]
     other = replace(block, attention=replace(block.attention, **changes))
     return replace(made, blocks=[made.blocks[0], other, *made.blocks[2:]])
 
 
 @pytest.mark.parametrize(
-    "changes", [{"rope": Rope(Angles(1e4, 8), 8)}, {"window": 0}, {"window": -3}], ids=["rope.dim", "window-0", "below"]
+    "changes",
+    [{"rope": Rope(Angles(1e4, 32), 32)}, {"window": 0}, {"window": -3}],
+    ids=["rope.dim", "window-0", "below"],
 )
 def test_a_setting_that_no_kernel_knows_is_refused(changes: dict[str, Any]) -> None:
     """With one line, when the backend or the description is made: not in the first step, and not computed wrongly."""

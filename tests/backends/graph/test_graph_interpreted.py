@@ -24,7 +24,7 @@ from lookahead.algorithm.verify import accept
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import runner, sizes, state
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.kernels import attention, reference, reference_draw, reference_heads
+from lookahead.backends.graph.kernels import attention, reference, reference_draw, reference_heads, reference_layers
 from lookahead.backends.graph.kernels.top import TopWork
 from lookahead.backends.graph.ops import Ops
 from lookahead.config import SamplingParams
@@ -49,10 +49,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
     def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
         monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
-        for name in ("attend", "add_norm", "gate", "move_accepted", "top_tokens"):
+        for name in ("attend", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         for name in ("locate_rows", "norm_heads", "rotate_write"):
             monkeypatch.setattr(reference_heads, name, twin)
+        for name in ("embed", "add_norm", "activate", "finish_logits"):
+            monkeypatch.setattr(reference_layers, name, twin)
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)
         monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))

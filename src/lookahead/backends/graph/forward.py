@@ -10,8 +10,7 @@ from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kernels.tiles import queries_per_tile
 from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.layers.attention import plan_group
-from lookahead.backends.graph.layers.step import StepContext
-from lookahead.backends.graph.model import PlannedBlock
+from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.records import SequenceRecord, Tile
 from lookahead.backends.graph.sizes import MOST_NEEDED
@@ -54,7 +53,7 @@ class CapturedForward(Captured):
         self.commits, self.locates = zip(*planned, strict=True)
         self.embed = model.embedding.plan(step)
         with state.times.timing("search"):
-            self.blocks = [block.plan(step, first=number == 0) for number, block in enumerate(model.blocks)]
+            self.blocks = [block.plan(step) for block in model.blocks]
             self.head = model.head.plan(step, buffers.logits)
 
     def run_ahead(self) -> None:
@@ -77,14 +76,14 @@ class CapturedForward(Captured):
         """Of blocks in one attention group and with the same widths only two are launched: the others have the same
         kernels, and the first of all adds nothing to the residual stream. A kernel that is missed here is compiled when
         it is first launched."""
-        alike: dict[tuple[int, str], list[PlannedBlock]] = {}
+        alike: dict[tuple[int, str], list[list[Run]]] = {}
         for block, planned in zip(self.state.model.blocks, self.blocks, strict=True):
             widths = f"{block.attention.buffers()} {block.feed_forward.buffers()}"
             alike.setdefault((block.attention.group, widths), []).append(planned)
         self._run_blocks([planned for blocks in alike.values() for planned in blocks[:2]])
 
     @torch.inference_mode()
-    def _run_blocks(self, blocks: Sequence[PlannedBlock]) -> None:
+    def _run_blocks(self, blocks: Sequence[list[Run]]) -> None:
         # 1. Copy the packet to the device, and update the page tables.
         host = self.host_views
         self.state.ops.copy_packet(
@@ -108,18 +107,17 @@ class CapturedForward(Captured):
             views[f"tiles_{shape}"][:, Tile.END].add_(1)
         self._layers(self.blocks)
 
-    def _layers(self, blocks: Sequence[PlannedBlock]) -> None:
+    def _layers(self, blocks: Sequence[list[Run]]) -> None:
         """From the packet's device copy to the logits of the needed rows.
 
         The residual stream, a layer's output (`delta`) and its normed input (`normed`) are buffers. A norm first adds
-        the previous layer's delta to the stream.
+        the previous layer's delta to the stream. In a parallel block, where both halves read the same stream, the
+        feed-forward has buffers of its own.
         """
         for locate in self.locates:
             locate()
         self.embed()
         for block in blocks:
-            block.attention_norm()
-            block.attention()
-            block.feed_forward_norm()
-            block.feed_forward()
+            for run in block:
+                run()
         self.head()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -12,41 +10,44 @@ from lookahead.backends.graph.groups import group_and_index, groups_of
 from lookahead.backends.graph.layers.attention import AttentionLayer
 from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
 from lookahead.backends.graph.layers.head import EmbeddingLayer, HeadLayer
-from lookahead.backends.graph.layers.norm import NormLayer
+from lookahead.backends.graph.layers.norm import NORMED, Addition, LayerOutput, NormLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix, check_dense
+from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.plain import check_plain_blocks
-from lookahead.models.spec import Decoder
+from lookahead.models.spec import Block, Decoder, Norm
 
 
-class PlannedBlock(NamedTuple):
-    """The work of a block in every pass of one kind."""
-
-    attention_norm: Run
-    attention: Run
-    feed_forward_norm: Run
-    feed_forward: Run
-
-
-@dataclass(frozen=True)
 class GraphBlock:
-    """A block's layers."""
+    """A block's layers in the order in which they run, and `added`, what the norm after the block adds to the stream.
 
-    attention_norm: NormLayer
-    attention: AttentionLayer
-    feed_forward_norm: NormLayer
-    feed_forward: FeedForwardLayer
+    A sequential block has two norms, each of which adds the output of the layer before it. A parallel block has one,
+    which writes the inputs of both halves, and the next norm adds both outputs.
+    """
 
-    def plan(self, step: StepContext, *, first: bool) -> PlannedBlock:
-        return PlannedBlock(
-            self.attention_norm.plan(step, first=first),
-            self.attention.plan(step),
-            self.feed_forward_norm.plan(step),
-            self.feed_forward.plan(step),
-        )
+    def __init__(
+        self, spec: Block, attention: AttentionLayer, added: Addition, width: int, ops: Ops, matrices: DenseMatrices
+    ) -> None:
+        attended = LayerOutput("delta", attention.out.bias, spec.attention_out_norm)
+        norms: tuple[Norm | None, ...] = (spec.attention_norm,)
+        source, target = NORMED[0], "delta_2" if spec.parallel else "delta"
+        if spec.parallel and spec.feed_forward_norm is not spec.attention_norm:
+            norms, source = (spec.attention_norm, spec.feed_forward_norm), NORMED[1]
+        self.attention = attention
+        self.feed_forward = FeedForwardLayer(spec.feed_forward, ops, matrices, source, target)
+        fed = LayerOutput(target, self.feed_forward.down.bias, spec.feed_forward_out_norm)
+        self.layers: list[NormLayer | AttentionLayer | FeedForwardLayer] = [NormLayer(added, norms, width, ops)]
+        if spec.parallel:
+            self.layers += [attention, self.feed_forward]
+        else:
+            own = Addition((attended,), spec.residual_scale)
+            self.layers += [attention, NormLayer(own, (spec.feed_forward_norm,), width, ops), self.feed_forward]
+        self.added = Addition((attended, fed) if spec.parallel else (fed,), spec.residual_scale, spec.output_scale)
+
+    def plan(self, step: StepContext) -> list[Run]:
+        """The work of the layers in every pass of one kind."""
+        return [layer.plan(step) for layer in self.layers]
 
 
 class GraphModel:
@@ -61,17 +62,14 @@ class GraphModel:
         self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
         caches = group_and_index(decoder, self.groups)
         matrices = DenseMatrices(products)
-        self.embedding = EmbeddingLayer(decoder.embedding, ops)
-        self.blocks = [
-            GraphBlock(
-                NormLayer(block.attention_norm, ops),
-                AttentionLayer(block.attention, *caches[number], ops, matrices),
-                NormLayer(block.feed_forward_norm, ops),
-                FeedForwardLayer(block.feed_forward, ops, matrices),
-            )
-            for number, block in enumerate(decoder.blocks)
-        ]
-        self.head = HeadLayer(decoder, ops, matrices)
+        self.embedding = EmbeddingLayer(decoder, ops)
+        self.blocks: list[GraphBlock] = []
+        added = Addition()
+        for number, block in enumerate(decoder.blocks):
+            attention = AttentionLayer(block.attention, *caches[number], ops, matrices)
+            self.blocks.append(GraphBlock(block, attention, added, decoder.hidden, ops, matrices))
+            added = self.blocks[-1].added
+        self.head = HeadLayer(decoder, added, ops, matrices)
 
     @property
     def like(self) -> torch.Tensor:
@@ -89,12 +87,9 @@ class GraphModel:
     def buffers(self) -> dict[str, int]:
         """The activation buffers that the layers need: the largest width of each, by name."""
         widths: dict[str, int] = {}
-        for layer in (
-            self.embedding,
-            self.head,
-            *(part for b in self.blocks for part in (b.attention, b.feed_forward)),
-        ):
-            for name, width in layer.buffers().items():
+        layers = [layer for block in self.blocks for layer in block.layers]
+        for needs in (self.embedding.buffers(), *(layer.buffers() for layer in layers), self.head.buffers()):
+            for name, width in needs.items():
                 widths[name] = max(width, widths.get(name, 0))
         return widths
 
@@ -106,7 +101,7 @@ class GraphModel:
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self.embedding.tensors
         for block in self.blocks:
-            for layer in (block.attention_norm, block.attention, block.feed_forward_norm, block.feed_forward):
+            for layer in block.layers:
                 yield from layer.tensors
         yield from self.head.tensors
 
@@ -114,12 +109,8 @@ class GraphModel:
 def check_lowered(decoder: Decoder) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the kernels cannot run. Changes no weights."""
     try:
-        check_plain_blocks(decoder)
         groups_of(decoder)
-        HeadLayer.check_head(decoder)
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)
-            FeedForwardLayer.check_feed_forward(block.feed_forward)
-            check_dense(block.attention.qkv)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from None

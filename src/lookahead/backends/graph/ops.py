@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads
+from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads, reference_layers
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import HeadShape, Tiling, tiles_for
 from lookahead.machine import cores
@@ -17,7 +17,7 @@ COMPILE_THREADS = 16
 
 
 class Ops:
-    """The operations for one device. Their shapes are documented in `kernels.fused`, `heads` and `attention`.
+    """The operations for one device. Their shapes are documented in `kernels`.
 
     `compiled` and `processors` (the number of multiprocessors to tile for) are for tests, which run the kernels on a
     CPU in Triton's interpreter.
@@ -32,21 +32,34 @@ class Ops:
     ) -> None:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
-        kernels: Any = reference
-        heads: Any = reference_heads
-        locating: Any = reference_heads
-        self.attend: Any = reference.attend
+        self._use_reference()
         if self.compiled:
-            from lookahead.backends.graph.kernels import attention, depths, fused, locate, workspace
-            from lookahead.backends.graph.kernels import heads as compiled_heads
-
-            kernels, heads, locating = fused, compiled_heads, locate
-            self.attend, self._depths, self._workspace = attention.attend, depths, workspace.Workspace
+            self._use_kernels()
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
-        self.embed, self.add_norm, self.gate = kernels.embed, kernels.add_norm, kernels.gate
-        self.move_accepted, self.copy_pinned = kernels.move_accepted, kernels.copy_pinned
-        self.copy_packet, self.locate_rows = kernels.copy_packet, locating.locate_rows
+
+    def _use_reference(self) -> None:
+        self.attend: Any = reference.attend
+        self.move_accepted: Any = reference.move_accepted
+        self.copy_pinned: Any = reference.copy_pinned
+        self.copy_packet: Any = reference.copy_packet
+        self.locate_rows: Any = reference_heads.locate_rows
+        self.norm_heads: Any = reference_heads.norm_heads
+        self.rotate_write: Any = reference_heads.rotate_write
+        self.embed: Any = reference_layers.embed
+        self.add_norm: Any = reference_layers.add_norm
+        self.activate: Any = reference_layers.activate
+        self.finish_logits: Any = reference_layers.finish_logits
+
+    def _use_kernels(self) -> None:
+        from lookahead.backends.graph.kernels import activations, attention, depths, ends, fused, heads, locate, norms
+        from lookahead.backends.graph.kernels.workspace import Workspace
+
+        self.attend, self._depths, self._workspace = attention.attend, depths, Workspace
+        self.move_accepted, self.copy_pinned = fused.move_accepted, fused.copy_pinned
+        self.copy_packet, self.locate_rows = fused.copy_packet, locate.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
+        self.embed, self.add_norm = ends.embed, norms.add_norm
+        self.activate, self.finish_logits = activations.activate, ends.finish_logits
 
     def compile_launched(self, work: Callable[[], object]) -> None:
         """Compile, in several threads, the kernels that `work` launches, without running them; nothing on a CPU."""

@@ -27,8 +27,10 @@ class Driver:
     def __getattr__(self, name): raise RuntimeError("launched")
 
 driver.set_active(Driver())
-from lookahead.backends.graph.kernels import fused
+from lookahead.backends.graph.kernels import ends
+from lookahead.backends.graph.kernels.activations import activate
 from lookahead.backends.graph.kernels.compiling import compile_launched, package_kernels
+from lookahead.models.spec import Activation
 
 compiled = []
 def note(**about):
@@ -39,30 +41,33 @@ x, out = torch.ones(16, 512, dtype=torch.bfloat16), torch.ones(16, 256, dtype=to
 table, tokens = torch.ones(8, 256, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int32)
 elsewhere = []
 
+def gate(x, out):
+    activate(x, None, out, Activation.SILU)
+
 def launch_elsewhere():
     try:
-        fused.gate(x, out)
+        gate(x, out)
     except RuntimeError as error:
         elsewhere.append(str(error))
 
 def work():
     for _ in range(3):
-        fused.gate(x, out)
-        fused.gate(x[:, :256], out[:, :128].contiguous())
-        fused.embed(table, tokens, out)
+        gate(x, out)
+        gate(x[:, :256], out[:, :128].contiguous())
+        ends.embed(table, tokens, out)
     other = threading.Thread(target=launch_elsewhere)
     other.start()
     other.join()
 
 compile_launched(work, threads=2)
 found = len(compiled)
-assert (compiled.count("_embed"), set(compiled)) == (1, {"_embed", "_gate"}), compiled
-assert compiled.count("_gate") in (2, 3), compiled  # the other thread may compile it once more
+assert (compiled.count("_embed"), set(compiled)) == (1, {"_embed", "_activate"}), compiled
+assert compiled.count("_activate") in (2, 3), compiled  # the other thread may compile it once more
 assert elsewhere == ["launched"], elsewhere
 assert torch.equal(out, torch.ones_like(out))
 compile_launched(work, threads=2)
 assert len(compiled) == found, compiled
-assert {"_gate", "_attend", "_draw"} <= {kernel.fn.__name__ for kernel in package_kernels()}
+assert {"_activate", "_attend", "_draw"} <= {kernel.fn.__name__ for kernel in package_kernels()}
 assert not any("run" in vars(kernel) for kernel in package_kernels())
 
 def broken():
@@ -70,7 +75,7 @@ def broken():
 
 def launched():
     try:
-        fused.gate(x, out)
+        gate(x, out)
     except RuntimeError as error:
         return str(error)
 
@@ -85,9 +90,9 @@ assert launched() == "launched"
 # A kernel that does not compile: its error comes when it is launched.
 wide = torch.ones(16, 1024, dtype=torch.bfloat16)
 triton.compiler.compiler.ASTSource.make_ir = lambda *args, **options: 1 / 0
-compile_launched(lambda: fused.gate(wide, wide[:, :512].contiguous()), threads=2)
+compile_launched(lambda: gate(wide, wide[:, :512].contiguous()), threads=2)
 try:
-    fused.gate(wide, wide[:, :512].contiguous())
+    gate(wide, wide[:, :512].contiguous())
 except ZeroDivisionError:
     print("done")
 '''

@@ -1,4 +1,4 @@
-"""Norm, gate, K/V move and top-8 against their twins."""
+"""K/V move, packets and top-8 against their twins."""
 
 from __future__ import annotations
 
@@ -7,56 +7,9 @@ import random
 import pytest
 import torch
 from marks import slow_interpreted
+from rounding import DTYPES
 
 from lookahead.backends.graph.kernels import fused, reference, top
-
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=[] if torch.cuda.is_available() else pytest.mark.skip("needs CUDA")),
-]
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Within two roundings of the dtype."""
-    eps = torch.finfo(expected.dtype).eps
-    return torch.allclose(found.double(), expected.double(), rtol=2 * eps, atol=4 * eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 576), (3, 100)])
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_add_norm(device: torch.device, dtype: torch.dtype, rows: int, width: int, with_delta: bool) -> None:
-    torch.manual_seed(0)
-    stream, delta, weight = (torch.randn(*s).to(device, dtype) for s in ((rows, width), (rows, width), (width,)))
-    given = delta if with_delta else None
-    streams, outs = [stream.clone(), stream.clone()], []
-    for module, x in zip((fused, reference), streams, strict=True):
-        outs.append(module.add_norm(x, given, weight, torch.full_like(stream, float("nan")), 1e-5))
-    assert close(*outs)
-    assert torch.equal(*streams)
-    assert torch.equal(streams[0], stream) != with_delta
-
-
-def test_add_norm_of_some_rows(device: torch.device) -> None:
-    """The last norm reads only the rows whose logits are needed, in their order, and leaves the stream alone."""
-    torch.manual_seed(0)
-    stream, delta, weight = (torch.randn(*s, device=device) for s in ((7, 96), (7, 96), (96,)))
-    rows = torch.tensor([6, 0, 0, 3], dtype=torch.int32, device=device)
-    before = stream.clone()
-    outs = [
-        m.add_norm(stream, delta, weight, torch.empty(4, 96, device=device), 1e-5, rows) for m in (fused, reference)
-    ]
-    assert close(*outs)
-    assert torch.equal(stream, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(device: torch.device, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 2 * 300).to(device, dtype)
-    outs = [m.gate(x, torch.empty(5, 300, dtype=dtype, device=device)) for m in (fused, reference)]
-    assert close(*outs)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 20])
@@ -110,13 +63,6 @@ def test_of_equal_logits_the_lower_id_comes_first(device: torch.device) -> None:
     top.top_tokens(logits, out, top.TopWork(2, 9000, 8, device))
     assert out[0, :9].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
     assert out[1, 1:9].tolist() == indices
-
-
-def test_embed(device: torch.device) -> None:
-    table = torch.randn(50, 100, device=device)
-    tokens = torch.tensor([3, 49, 0, 3], dtype=torch.int32, device=device)
-    outs = [m.embed(table, tokens, torch.full((4, 100), float("nan"), device=device)) for m in (fused, reference)]
-    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("size", [1, 512, 1300])

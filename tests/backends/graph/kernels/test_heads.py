@@ -9,24 +9,13 @@ from typing import Any
 import pytest
 import torch
 from flat import Part, random_parents, rows_of, tables_of, tree_of
+from rounding import DTYPES, close
 
 from lookahead.algorithm.tree import visibility
 from lookahead.backends.graph.kernels import heads, locate, reference_heads
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.models.spec import Norm
-
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=[] if torch.cuda.is_available() else pytest.mark.skip("needs CUDA")),
-]
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Within two roundings of the dtype."""
-    eps = torch.finfo(expected.dtype).eps
-    return torch.allclose(found.double(), expected.double(), rtol=2 * eps, atol=4 * eps)
 
 
 @pytest.mark.parametrize(

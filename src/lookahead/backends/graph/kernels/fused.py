@@ -1,9 +1,4 @@
-"""The operations between the matrix products, one launch each: embedding, norm, gate; see `heads` for attention's.
-And those at the start and end of a step: copies from and to pinned memory, moves of accepted K/V.
-
-Each rounds where transformers' modules round, so that half-precision results stay close to theirs. A row's result
-depends on that row only: not on K, not on the batch.
-"""
+"""Copies of a step, one launch each: the packet and results from and to pinned memory, and accepted K/V."""
 
 from __future__ import annotations
 
@@ -59,92 +54,6 @@ def copy_packet(
     _copy_packet[(triton.cdiv(source.numel(), 512) + 1,)](
         source, target, source.numel(), changed, changes, tables, BLOCK=512
     )  # fmt: skip
-
-
-@triton.jit
-def _embed(table, tokens, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (tokens, blocks of columns)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + row).to(tl.int64)
-    value = tl.load(table + token * WIDTH + column, mask=column < WIDTH)
-    tl.store(out + row * WIDTH + column, value, mask=column < WIDTH)
-
-
-def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """table [vocabulary, width], tokens [M] -> out [M, width]. (`index_select` takes 14 us for 16 tokens.)"""
-    width = table.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _embed[(len(tokens), triton.cdiv(width, block))](table, tokens, out, WIDTH=width, BLOCK=block)
-    return out
-
-
-@triton.jit
-def _add_norm(
-    residual, delta, rows, weight, out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (rows of out). residual += delta; out = RMSNorm(residual) * weight. Row i of out is of row rows[i]."""
-    target = tl.program_id(0).to(tl.int64)
-    source = target
-    if HAS_ROWS:
-        source = tl.load(rows + target).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    gain = tl.load(weight + column, mask=inside, other=0.0)
-    x = tl.load(residual + source * WIDTH + column, mask=inside, other=0.0)
-    if HAS_DELTA:
-        x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
-        if not HAS_ROWS:
-            tl.store(residual + source * WIDTH + column, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = (wide * scale).to(x.dtype)
-    tl.store(out + target * WIDTH + column, (normed * gain).to(out.dtype.element_ty), mask=inside)
-
-
-def add_norm(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    eps: float,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Add delta to the residual stream, and write the stream's RMSNorm to out.
-
-    residual, delta [M, width]; weight [width]; out [M, width]. With rows [R] int32, out [R, width] are the norms of
-    these rows only, and the residual stream is unchanged: for the last norm, after which it is not read.
-    """
-    width = residual.shape[1]
-    block = triton.next_power_of_2(width)
-    _add_norm[(out.shape[0],)](
-        residual, residual if delta is None else delta, residual if rows is None else rows, weight, out, eps,
-        WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_ROWS=rows is not None,
-        num_warps=max(1, min(16, block // 512)),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows, blocks of columns)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0)
-    up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    active = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)
-
-
-def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [M, 2 width], whose halves are gate and up -> out [M, width] = silu(gate) * up."""
-    width = out.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
-    return out
 
 
 @triton.jit

@@ -77,39 +77,6 @@ def copy_packet(
     tables.view(-1)[index.long().to(tables.device)] = pages.to(tables.device)
 
 
-def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `fused.embed`."""
-    return torch.index_select(table, 0, tokens, out=out)
-
-
-def add_norm(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    eps: float,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `fused.add_norm`."""
-    if rows is not None:
-        residual = residual[rows.long()]
-        delta = delta if delta is None else delta[rows.long()]
-        residual = residual if delta is None else residual + delta
-    else:
-        residual, delta = residual[: len(out)], delta if delta is None else delta[: len(out)]
-        if delta is not None:
-            residual += delta
-    wide = residual.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return out.copy_(normed.to(residual.dtype) * weight)
-
-
-def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `fused.gate`."""
-    first, up = x[: len(out)].chunk(2, dim=-1)
-    return out.copy_(torch.nn.functional.silu(first) * up)
-
-
 def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tensor, moves: torch.Tensor) -> None:
     """As `fused.move_accepted`."""
     page = cache.shape[4]

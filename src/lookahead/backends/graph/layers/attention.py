@@ -17,7 +17,8 @@ from lookahead.models.spec import Attention
 
 
 class AttentionLayer:
-    """normed -> delta: writes the step's keys and values to their pages, then attends to prefix and tree.
+    """normed -> delta: writes the step's keys and values to their pages, then attends to prefix and tree. The norm that
+    adds delta adds the bias of `out`.
 
     The layer reads the keys and values of layer number `index` of the model's attention group number `group`: its own,
     or with `spec.kv_layer` those of an earlier layer.
@@ -46,8 +47,6 @@ class AttentionLayer:
     @staticmethod
     def check_attention(spec: Attention) -> None:
         """Raise UnsupportedModelError for what the kernels do not support."""
-        if spec.out.has_bias:
-            raise UnsupportedModelError("its output projections have biases")
         if spec.head_dim % 2 or spec.head_dim > WIDEST_HEAD:
             raise UnsupportedModelError(
                 f"its heads are {spec.head_dim} columns wide, where the kernels take even numbers up to {WIDEST_HEAD}"

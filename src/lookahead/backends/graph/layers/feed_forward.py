@@ -7,23 +7,17 @@ import torch
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.ops import Ops
-from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.spec import Activation, FeedForward
+from lookahead.models.spec import FeedForward
 
 
 class FeedForwardLayer:
-    """normed -> delta."""
+    """normed -> delta, or from and to other buffers in a parallel block. The norm that adds delta adds its bias."""
 
-    def __init__(self, spec: FeedForward, ops: Ops, matrices: DenseMatrices) -> None:
-        self.gate_up, self.down, self._ops = matrices.lower(spec.gate_up), matrices.lower(spec.down), ops
-
-    @staticmethod
-    def check_feed_forward(spec: FeedForward) -> None:
-        """Raise UnsupportedModelError for what the kernels do not support."""
-        if spec.activation is not Activation.SILU:
-            raise UnsupportedModelError(f"its activation is {spec.activation.value!r}")
-        if spec.gate_up.has_bias or spec.down.has_bias:
-            raise UnsupportedModelError("its feed-forward has biases")
+    def __init__(
+        self, spec: FeedForward, ops: Ops, matrices: DenseMatrices, source: str = "normed", target: str = "delta"
+    ) -> None:
+        self.spec, self._ops, self._source, self._target = spec, ops, source, target
+        self.gate_up, self.down = matrices.lower(spec.gate_up), matrices.lower(spec.down)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -31,16 +25,17 @@ class FeedForwardLayer:
 
     def buffers(self) -> dict[str, int]:
         (both, hidden), inner = self.gate_up.weight.shape, self.down.weight.shape[1]
-        return {"normed": hidden, "gate_up": both, "active": inner, "delta": self.down.out}
+        return {self._source: hidden, "gate_up": both, "active": inner, self._target: self.down.out}
 
     def plan(self, step: StepContext) -> Run:
         rows, buffers = step.kind.rows, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
-        normed, gate_up, active, delta = buffers["normed"], buffers["gate_up"], buffers["active"], buffers["delta"]
+        source, gate_up, active, target = buffers.values()
         multiply_in, multiply_out = self.gate_up.plan(rows), self.down.plan(rows)
+        spec, bias = self.spec, self.gate_up.bias
 
         def run() -> None:
-            multiply_in(normed, gate_up)
-            self._ops.gate(gate_up, active[:rows])
-            multiply_out(active, delta)
+            multiply_in(source, gate_up)
+            self._ops.activate(gate_up, bias, active[:rows], spec.activation, spec.constants, gated=spec.gated)
+            multiply_out(active, target)
 
         return run

@@ -4,60 +4,59 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.backends.graph.layers.norm import NormLayer
+from lookahead.backends.graph.layers.norm import Addition, NormLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.ops import Ops
-from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Decoder
 
 
 class EmbeddingLayer:
-    """tokens -> residual."""
+    """tokens -> residual. With learned positions, those of the rows must have been located."""
 
-    def __init__(self, table: torch.Tensor, ops: Ops) -> None:
-        self.table, self._ops = table, ops
+    def __init__(self, spec: Decoder, ops: Ops) -> None:
+        self.table, self._positions, self._ops = spec.embedding, spec.position_embedding, ops
+        aliases = torch.tensor(spec.aliases, dtype=torch.int32, device=self.table.device) if spec.aliases else None
+        self._options = {"aliases": aliases, "scale": spec.embedding_scale, "position_table": self._positions}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.table]
+        return [self.table] if self._positions is None else [self.table, self._positions]
 
     def buffers(self) -> dict[str, int]:
         return {"residual": self.table.shape[1]}
 
     def plan(self, step: StepContext) -> Run:
         residual = step.buffers.rows("residual", self.table.shape[1])[: step.kind.rows]
-        return lambda: self._ops.embed(self.table, step.views["tokens"], residual)
+        tokens, positions = step.views["tokens"], step.rows[0].positions  # a row's is the same in every group
+        return lambda: self._ops.embed(self.table, tokens, residual, positions=positions, **self._options)
 
 
 class HeadLayer:
-    """residual and the last delta -> logits of the needed rows only: head(norm(residual + delta))."""
+    """residual and the last outputs -> logits of the needed rows only: head(norm(residual + outputs))."""
 
-    def __init__(self, spec: Decoder, ops: Ops, matrices: DenseMatrices) -> None:
-        self.norm, self.head, self._ops = NormLayer(spec.norm, ops), matrices.lower(spec.head), ops
-
-    @staticmethod
-    def check_head(spec: Decoder) -> None:
-        """Raise UnsupportedModelError for what the kernels do not support."""
-        if spec.head.has_bias:
-            raise UnsupportedModelError("its head has a bias")
+    def __init__(self, spec: Decoder, added: Addition, ops: Ops, matrices: DenseMatrices) -> None:
+        self.norm, self.head = NormLayer(added, (spec.norm,), spec.hidden, ops), matrices.lower(spec.head)
+        self._scale, self._softcap, self._ops = spec.logit_scale, spec.logit_softcap, ops
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [*self.norm.tensors, *self.head.tensors]
 
     def buffers(self) -> dict[str, int]:
-        hidden = self.head.weight.shape[1]
-        return {"residual": hidden, "normed": hidden, "delta": hidden}
+        return self.norm.buffers()
 
     def plan(self, step: StepContext, logits: torch.Tensor) -> Run:
         """`logits` [at least the needed rows, V]."""
-        size, needed, norm, hidden = step.kind.rows, step.kind.needed, self.norm, self.head.weight.shape[1]
-        residual, delta = (step.buffers.rows(name, hidden)[:size] for name in ("residual", "delta"))
-        normed, multiply = step.buffers.rows("normed", hidden), self.head.plan(needed)
+        needed, norm = step.kind.needed, self.norm.plan(step, needed_only=True)
+        normed, multiply = step.buffers.rows("normed", self.head.weight.shape[1]), self.head.plan(needed)
+        bias, scale, softcap, wanted = self.head.bias, self._scale, self._softcap, logits[:needed]
+        finishes = bias is not None or scale != 1.0 or softcap is not None
 
         def run() -> None:
-            self._ops.add_norm(residual, delta, norm.weight, normed[:needed], norm.eps, step.views["needed"])
+            norm()
             multiply(normed, logits)
+            if finishes:
+                self._ops.finish_logits(wanted, bias, scale, softcap)
 
         return run

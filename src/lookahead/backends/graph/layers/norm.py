@@ -1,33 +1,63 @@
-"""RMSNorm of the residual stream, after adding the previous layer's output."""
+"""Norms of the residual stream, after adding what the last layers computed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from lookahead.backends.graph.kernels.delta import Delta
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Norm
 
+NORMED = ("normed", "normed_2")
+"""The buffers of the norms' outputs: two for halves of a parallel block that have norms of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutput:
+    """A layer's output in a buffer, before the layer's last bias and before the norm that follows it in the block."""
+
+    buffer: str
+    bias: torch.Tensor | None
+    norm: Norm | None
+
+
+@dataclass(frozen=True, eq=False)
+class Addition:
+    """The outputs that a norm adds to the residual stream: see `kernels.norms.add_norm`. None before the first."""
+
+    outputs: tuple[LayerOutput, ...] = ()
+    scale: float = 1.0
+    output_scale: torch.Tensor | None = None
+
 
 class NormLayer:
-    """residual += delta; normed = RMSNorm(residual)."""
+    """residual += outputs of the last layers; normed = norm(residual), for one or two norms."""
 
-    def __init__(self, norm: Norm | None, ops: Ops) -> None:
-        assert norm is not None
-        assert norm.weight is not None
-        self.weight, self.eps, self._ops = norm.weight, norm.eps, ops
+    def __init__(self, added: Addition, norms: tuple[Norm | None, ...], width: int, ops: Ops) -> None:
+        self._added, self._norms, self._width, self._ops = added, norms, width, ops
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.weight]
+        norms = [*self._norms, *(output.norm for output in self._added.outputs)]
+        found = [self._added.output_scale, *(tensor for norm in norms if norm for tensor in (norm.weight, norm.bias))]
+        return [tensor for tensor in found if tensor is not None]
 
-    def plan(self, step: StepContext, *, first: bool = False) -> Run:
-        """`first`: there is no previous layer, and no delta to add."""
-        rows, hidden = step.kind.rows, len(self.weight)
-        residual, normed, delta = (step.buffers.rows(name, hidden)[:rows] for name in ("residual", "normed", "delta"))
-        added = None if first else delta
+    def buffers(self) -> dict[str, int]:
+        added = [output.buffer for output in self._added.outputs]
+        return dict.fromkeys(["residual", *added, *NORMED[: len(self._norms)]], self._width)
+
+    def plan(self, step: StepContext, *, needed_only: bool = False) -> Run:
+        """`needed_only`: only the rows whose logits are needed are normed, and the residual stream is unchanged."""
+        kind, buffers = step.kind, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
+        rows, size = (step.views["needed"], kind.needed) if needed_only else (None, kind.rows)
+        residual, outs = buffers["residual"], [buffers[name][:size] for name in NORMED[: len(self._norms)]]
+        deltas = [Delta(buffers[output.buffer], output.bias, output.norm) for output in self._added.outputs]
+        scale, output_scale = self._added.scale, self._added.output_scale
 
         def run() -> None:
-            self._ops.add_norm(residual, added, self.weight, normed, self.eps)
+            self._ops.add_norm(residual, deltas, self._norms, outs, rows, scale=scale, output_scale=output_scale)
 
         return run

@@ -8,11 +8,11 @@ weights are seen here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
 from lookahead.backends.graph.matrices.products import Products
-from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Matrix
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
@@ -53,38 +53,70 @@ class DenseMatrices:
         return DenseMatrix(matrix, self._products, self._like.setdefault(matrix.shape, []))
 
 
-def check_dense(matrix: Matrix) -> None:
-    """Raise UnsupportedModelError for a matrix that cannot be fused."""
-    if matrix.has_bias and any(part.bias is None for part in matrix.parts):
-        raise UnsupportedModelError("of projections that read the same input, some have a bias and some have none")
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def fuse_weights(matrix: Matrix, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The parts' weights as one matrix [out, in], and their biases as one vector [out], or None.
 
-    Each part's own weight and bias become views of them. Several parts on another `device` are fused there.
+    Each part's own weight and bias become views of them; a part without a bias stays without one, and has zeros in the
+    vector. What has to be copied for that is copied to `device`, if it is given.
     """
-    weight = _fuse(matrix.parts, "weight", device)
-    return weight, _fuse(matrix.parts, "bias", device) if matrix.has_bias else None
+    sizes = [Matrix((part,), matrix.transposed).shape[0] for part in matrix.parts]
+    weight = _fuse(matrix.parts, "weight", sizes, device, transposed=matrix.transposed)
+    return weight, _fuse(matrix.parts, "bias", sizes, device) if matrix.has_bias else None
 
 
-def _fuse(modules: Sequence[torch.nn.Module], name: str, device: torch.device | None) -> torch.Tensor:
-    """The modules' parameters [n_i, ...] of this name as one tensor [sum of n_i, ...], of which they become views."""
-    parts: list[torch.Tensor] = [getattr(module, name).detach() for module in modules]
-    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
-    one_piece = len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    one_piece = one_piece and all(part.is_contiguous() for part in parts) and device in (None, parts[0].device)
-    if len(parts) == 1 or (one_piece and [part.data_ptr() for part in parts[1:]] == ends[:-1]):  # fused already
-        return torch.as_strided(parts[0], (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-    fused = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], device=device)
-    for module, part, view in zip(modules, parts, fused.split([len(part) for part in parts]), strict=True):
-        view.copy_(part)
+def _fuse(
+    modules: Sequence[torch.nn.Module],
+    name: str,
+    sizes: Sequence[int],
+    device: torch.device | None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """The modules' parameters [n_i, ...] of this name as one tensor [sum of n_i, ...], of which they become views.
+
+    `sizes` are the n_i. A module without such a parameter has zeros there. `transposed`: the parameters are [..., n_i].
+    """
+    parts: dict[int, torch.Tensor] = {}
+    for number, module in enumerate(modules):
         parameter = getattr(module, name)
-        if parameter.is_inference() or part.device != view.device:
+        if parameter is not None:
+            parts[number] = parameter.detach().T if transposed else parameter.detach()
+    if len(sizes) == 1 and not transposed:
+        return parts[0]
+    fused = _fused_already(parts, sizes, device)
+    if fused is not None:
+        return fused
+    like = next(iter(parts.values()))
+    fused = like.new_zeros(sum(sizes), *like.shape[1:], device=device)
+    for number, view in enumerate(fused.split(list(sizes))):
+        if number not in parts:
+            continue
+        view.copy_(parts[number])
+        own = view.T if transposed else view
+        parameter = getattr(modules[number], name)
+        if parameter.is_inference() or parameter.device != view.device:
             grad = parameter.requires_grad and not parameter.is_inference()
-            setattr(module, name, torch.nn.Parameter(view, requires_grad=grad))
+            setattr(modules[number], name, torch.nn.Parameter(own, requires_grad=grad))
         else:
-            parameter.data = view  # it stays the parameter that an optimizer may know
+            parameter.data = own  # it stays the parameter that an optimizer may know
     return fused
+
+
+def _fused_already(
+    parts: dict[int, torch.Tensor], sizes: Sequence[int], device: torch.device | None
+) -> torch.Tensor | None:
+    """The contiguous tensor on `device` that these parts, by their index, are views of; None if there is none."""
+    like, starts = next(iter(parts.values())), [0, *accumulate(sizes)]
+    width, storage = like[0].numel(), like.untyped_storage()
+    offsets = {part.storage_offset() - starts[number] * width for number, part in parts.items()}
+    if len(offsets) > 1 or any(part.untyped_storage().data_ptr() != storage.data_ptr() for part in parts.values()):
+        return None
+    if not all(part.is_contiguous() for part in parts.values()) or device not in (None, like.device):
+        return None
+    missing = [number for number in range(len(sizes)) if number not in parts]
+    if missing and (offsets != {0} or storage.nbytes() != starts[-1] * width * like.element_size()):
+        return None  # what lies between the parts may belong to others
+    fused = torch.as_strided(like, (starts[-1], *like.shape[1:]), (width, 1)[-like.dim() :], offsets.pop())
+    return None if any(fused[starts[number] : starts[number + 1]].any() for number in missing) else fused

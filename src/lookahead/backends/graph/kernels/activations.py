@@ -1,0 +1,93 @@
+"""The activation of a feed-forward, between its two products: one launch for bias, activation and gate.
+
+It rounds after each of these, as the modules of transformers do. A row's result depends on that row only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead.models.spec import Activation
+
+
+@triton.jit
+def _exp_minus_line(x):
+    """exp(x) - 1 - x, for x <= 0. Near 0 the terms of the difference cancel, hence its series."""
+    series = x / 40320 + 1.0 / 5040
+    series = series * x + 1.0 / 720
+    series = series * x + 1.0 / 120
+    series = series * x + 1.0 / 24
+    series = series * x + 1.0 / 6
+    series = series * x + 0.5
+    return tl.where(x > -0.5, series * x * x, tl.exp(x) - 1 - x)
+
+
+@triton.jit
+def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
+    """The activation of x, both in fp32: see `models.spec.Activation`, also for the constants a, b, c, d."""
+    if ACTIVATION == "silu":
+        x = x / (1 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(y / 2)) = x sigmoid(y)
+        x = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "quick_gelu":
+        x = x / (1 + tl.exp(-1.702 * x))
+    elif ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu2":
+        x = tl.where(x < 0, 0.0, x * x)
+    else:
+        tl.static_assert(ACTIVATION == "xielu")
+        low = tl.minimum(x, d)
+        x = tl.where(x > 0, a * x * x, (_exp_minus_line(low) + low - x) * b) + c * x
+    return x
+
+
+@triton.jit
+def _activate(
+    x, bias, out, a, b, c, d,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    start = row * (2 * WIDTH if GATED else WIDTH)
+    inner = tl.load(x + start + column, mask=inside, other=0.0)
+    up = tl.load(x + start + WIDTH + column, mask=inside, other=0.0) if GATED else None
+    if bias is not None:
+        inner = inner + tl.load(bias + column, mask=inside, other=0.0)
+        if GATED:
+            up = up + tl.load(bias + WIDTH + column, mask=inside, other=0.0)
+    active = _activated(inner.to(tl.float32), a, b, c, d, ACTIVATION).to(inner.dtype)
+    if GATED:
+        active = active * up
+    tl.store(out + row * WIDTH + column, active, mask=inside)
+
+
+def activate(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: Activation,
+    constants: Sequence[float] = (),
+    *,
+    gated: bool = True,
+) -> None:
+    """out [M, width] = activation(gate) * up, where x [M, 2 width] has gate and up in its halves, before their bias.
+
+    Not `gated`: out = activation(x + bias), x [M, width]. bias [2 width] or [width], or None. `constants` are those of
+    the activation.
+    """
+    width = out.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    a, b, c, d = constants or (0.0, 0.0, 0.0, 0.0)
+    _activate[(out.shape[0], triton.cdiv(width, block))](
+        x, bias, out, a, b, c, d,
+        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4,
+    )  # fmt: skip

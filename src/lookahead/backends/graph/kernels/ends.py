@@ -1,0 +1,89 @@
+"""The two ends of a model: the embedding of tokens and positions, and what follows the head's product.
+
+A row's result depends on that row only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _embed(
+    table, tokens, aliases, position_table, positions, out, scale, last,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, ALIASES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row).to(tl.int64)
+    for alias in tl.static_range(ALIASES):
+        other = tl.load(aliases + 2 * alias + 1).to(tl.int64)
+        token = tl.where(token == tl.load(aliases + 2 * alias), other, token)
+    value = tl.load(table + token * WIDTH + column, mask=column < WIDTH)
+    if SCALED:
+        value = (value.to(tl.float32) * scale).to(value.dtype)
+    if position_table is not None:
+        position = tl.minimum(tl.load(positions + row), last).to(tl.int64)
+        value = value + tl.load(position_table + position * WIDTH + column, mask=column < WIDTH)
+    tl.store(out + row * WIDTH + column, value, mask=column < WIDTH)
+
+
+def embed(
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    aliases: torch.Tensor | None = None,
+    scale: float = 1.0,
+    position_table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """out [M, width] = scale * table[tokens] + position_table[positions]. (`index_select` takes 14 us for 16 tokens.)
+
+    table [vocabulary, width], tokens [M]; aliases [A, 2] int32 are pairs of a token and the one that it is read as.
+    With learned positions, position_table [P, width] and positions [M] int32. Positions from P on are clamped: nodes
+    there can never be accepted.
+    """
+    width = table.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    last = 0 if position_table is None else len(position_table) - 1
+    _embed[(len(tokens), triton.cdiv(width, block))](
+        table, tokens, aliases, position_table, positions, out, scale, last,
+        WIDTH=width, BLOCK=block, SCALED=scale != 1.0, ALIASES=0 if aliases is None else len(aliases),
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_logits(
+    logits, bias, scale, cap, width, BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
+):  # fmt: skip
+    """Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    own = logits + row * width + column
+    x = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        x *= scale
+    if CAPPED:  # cap tanh(x / cap), by a power of 2 that cannot overflow
+        power = tl.exp2(tl.abs(x) * (-2.8853900817779268 / cap))
+        tanh = (1 - power) / (1 + power)
+        x = cap * tl.where(x < 0, -tanh, tanh)
+    tl.store(own, x.to(logits.dtype.element_ty), mask=inside)
+
+
+def finish_logits(logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None) -> None:
+    """In place: logits = scale * (logits + bias), limited to cap tanh(logits / cap). In fp32, rounded at the end.
+
+    logits [R, V]; bias [V] or None.
+    """
+    rows, width = logits.shape
+    block = min(2048, triton.next_power_of_2(width))
+    _finish_logits[(rows, triton.cdiv(width, block))](
+        logits, bias, scale, cap or 1.0, width, BLOCK=block, SCALED=scale != 1.0, CAPPED=cap is not None, num_warps=4
+    )

@@ -1,0 +1,78 @@
+"""Reference implementations of the kernels between the matrix products: the same functions in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lookahead.backends.graph.kernels.delta import Delta
+from lookahead.models import reference
+from lookahead.models.spec import Activation, Norm
+
+
+def embed(
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    aliases: torch.Tensor | None = None,
+    scale: float = 1.0,
+    position_table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """As `ends.embed`."""
+    for token, other in () if aliases is None else aliases.tolist():
+        tokens = tokens.where(tokens != token, other)
+    torch.index_select(table, 0, tokens, out=out)
+    if scale != 1.0:
+        out *= scale
+    if position_table is not None:
+        assert positions is not None
+        out += position_table[positions.clamp(max=len(position_table) - 1).long()]
+
+
+def add_norm(
+    residual: torch.Tensor,
+    deltas: Sequence[Delta],
+    norms: Sequence[Norm | None],
+    outs: Sequence[torch.Tensor],
+    rows: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """As `norms.add_norm`."""
+    chosen = slice(len(outs[0])) if rows is None else rows.long()
+    x = residual[chosen]
+    for delta in deltas:
+        added = delta.values[chosen] if delta.bias is None else delta.values[chosen] + delta.bias
+        x = x + reference.norm(delta.norm, added) * scale
+    if deltas and output_scale is not None:
+        x = x * output_scale
+    if deltas and rows is None:
+        residual[chosen] = x
+    for norm, out in zip(norms, outs, strict=True):
+        out.copy_(reference.norm(norm, x))
+
+
+def activate(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: Activation,
+    constants: Sequence[float] = (),
+    *,
+    gated: bool = True,
+) -> None:
+    """As `activations.activate`."""
+    inner = x[: len(out)] if bias is None else x[: len(out)] + bias
+    gate, up = inner.chunk(2, dim=-1) if gated else (inner, None)
+    active = reference.activate(activation, constants, gate.float()).to(out.dtype)
+    out.copy_(active if up is None else active * up)
+
+
+def finish_logits(logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None) -> None:
+    """As `ends.finish_logits`."""
+    wide = logits.float() if bias is None else logits.float() + bias.float()
+    logits.copy_(reference.softcap(wide * scale, cap))

@@ -1,0 +1,56 @@
+"""The activation of a feed-forward, with bias and gate, against its twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rounding import DTYPES, close
+
+from lookahead.backends.graph.kernels import activations, reference_layers
+from lookahead.models.spec import Activation
+
+XIELU = (0.8, 0.6, 0.5, -1e-6)
+
+
+def constants(activation: Activation) -> tuple[float, ...]:
+    return XIELU if activation is Activation.XIELU else ()
+
+
+def run(module: Any, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, gated: bool) -> torch.Tensor:
+    out = x.new_full((len(x), x.shape[1] // (2 if gated else 1)), float("nan"))
+    module.activate(x, bias, out, activation, constants(activation), gated=gated)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", Activation)
+def test_activate(device: torch.device, dtype: torch.dtype, activation: Activation, gated: bool) -> None:
+    """With a bias and without; a row has the same bits alone."""
+    torch.manual_seed(0)
+    width = 1100 if activation is Activation.SILU else 90  # more than one block
+    x = (2 * torch.randn(3, (2 if gated else 1) * width)).to(device, dtype)
+    bias = torch.randn(x.shape[1]).to(device, dtype)
+    results = []
+    for given in (None, bias):
+        found, expected = (run(module, x, given, activation, gated) for module in (activations, reference_layers))
+        assert close(found, expected, 8 if activation is Activation.GELU else 2)  # 1 + erf(x) cancels below 0
+        assert torch.equal(run(activations, x[1:2].clone(), given, activation, gated)[0], found[1])
+        results.append(found)
+    assert not close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, where a GPU has infinity
+@pytest.mark.parametrize("activation", Activation)
+def test_far_and_small_inputs(device: torch.device, activation: Activation) -> None:
+    """No overflow far from 0, and no cancellation near it."""
+    if activation is Activation.XIELU:
+        values = [-90.0, -20.0, -1.0, -0.51, -0.49, -0.01, -1e-4, -1e-6, -1e-7, 0.0, 1e-5, 3.0, 90.0]
+    else:
+        values = [-1e15, -200.0, -20.0, -1.0, -1e-4, 0.0, 1e-4, 1.0, 20.0, 200.0, 1e15]
+    x = torch.tensor([values], device=device)
+    found, expected = (run(module, x, None, activation, False) for module in (activations, reference_layers))
+    assert bool(found.isfinite().all())
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9 if activation is Activation.XIELU else 1e-6)
