@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -19,10 +17,10 @@ import httpx2 as httpx
 import pytest
 import torch
 from http_server import Running, soon
+from serve_command import run_serve_command
 
 import lookahead
 from lookahead.backends.failures import DeviceError, DeviceMemoryError
-from lookahead.cli import main
 from lookahead.cli.common import DEVICE_LOST
 from lookahead.serve import life
 from lookahead.serve.errors import ApiError
@@ -141,44 +139,20 @@ def test_a_request_without_memory_is_refused_in_one_line_and_the_others_go_on(
     assert not any(record.exc_info for record in caplog.records)
 
 
-class ProcessEnd(BaseException):
-    """In place of `os._exit`."""
-
-
 def test_the_command_ends_with_one_line_and_a_code_of_its_own(
     doomed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In this process; the next test starts one."""
-    addresses, ready_line, found = queue.Queue[str](), life.ready_line, list[Any]()
+    found: list[str] = []
 
-    def noted(address: str, service: Any) -> str:
-        addresses.put(address)
-        return ready_line(address, service)
-
-    def end(code: int) -> None:
-        raise ProcessEnd(code)
-
-    def ask() -> None:
-        url = f"{addresses.get(timeout=30)}/v1/completions"
-        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=30) as answer:
+    def ask(url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)
             lose(doomed, monkeypatch)
             found.extend(line for line in lines if line.startswith("data: "))
 
-    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(lookahead, "load", lambda *args, **options: doomed)
-    monkeypatch.setattr(life, "ready_line", noted)
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, lambda: None)
-    client = threading.Thread(target=ask)
-    client.start()
-    with pytest.raises(ProcessEnd) as ended:
-        main(["serve", "--port", "0"])
-    client.join(20)
-    assert ended.value.args == (DEVICE_LOST,)
+    assert run_serve_command(doomed, tmp_path, ask, monkeypatch) == DEVICE_LOST == 70
     assert LINE in json.loads(found[-2][6:])["error"]["message"]
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(READY)]
     assert len(said) == 1, said
@@ -190,7 +164,6 @@ SCRIPT = """
 import os, sys
 import torch
 import lookahead
-from lookahead.cli import main
 
 real = lookahead.load
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from http_server import Running, running, soon
+from serve_command import run_serve_command
 
 from lookahead.serve import life
 from lookahead.serve.errors import ApiError
@@ -302,17 +304,34 @@ def folder(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
     return made
 
 
-def test_a_signal_drains(folder: Path, tmp_path: Path) -> None:
-    with Process(folder, tmp_path) as first, httpx.Client(base_url=first.url, timeout=30) as client:
+def read_while_it_drains(url: str, end: Callable[[], None]) -> None:
+    """A stream that has begun when the signal comes is finished."""
+    stream = {"prompt": "the", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        end()
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_signal_drains(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(url: str) -> None:
+        read_while_it_drains(url, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    assert run_serve_command(loaded, tmp_path, ask, monkeypatch) == 0
+    assert "curl" in capsys.readouterr().err
+    assert list((tmp_path / "memory").glob("*/shared.npz"))
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_process(folder: Path, tmp_path: Path) -> None:
+    with Process(folder, tmp_path) as first:
         assert any("curl" in line for line in first.lines)
-        stream = {"prompt": "the", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-        with client.stream("POST", "/v1/completions", json=stream) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            first.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        read_while_it_drains(first.url, lambda: first.process.send_signal(signal.SIGTERM))
         assert first.process.wait(20) == 0
     assert list((tmp_path / "memory").glob("*/shared.npz"))
 
