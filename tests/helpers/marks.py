@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 
 
 def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
@@ -17,6 +16,8 @@ def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
 
 def slow_interpreted(*values: Any) -> Any:
     """Parameters of a kernel that take seconds in Triton's interpreter, and next to nothing where it is compiled."""
+    import torch  # not by processes that tests start and that do without
+
     return pytest.param(*values, marks=[] if torch.cuda.is_available() else pytest.mark.slow)
 
 

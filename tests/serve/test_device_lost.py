@@ -164,6 +164,7 @@ SCRIPT = """
 import os, sys
 import torch
 import lookahead
+from lookahead.cli import main
 
 real = lookahead.load
 

@@ -32,6 +32,15 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native.library.cache_clear()
 
 
+@pytest.fixture
+def unoptimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in a third of the time."""
+    monkeypatch.setattr(native, "FLAGS", tuple("-O0" if flag == "-O2" else flag for flag in native.FLAGS))
+
+
+unoptimised_build = pytest.mark.usefixtures("unoptimised")
+
+
 def only(folder: Path) -> Path:
     (found,) = folder.iterdir()
     return found
@@ -43,6 +52,7 @@ def test_the_compiled_drafter_is_chosen() -> None:
 
 
 @needs_compiler
+@unoptimised_build
 def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     assert native.library().table_new() is not None
@@ -54,6 +64,7 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @needs_compiler
+@unoptimised_build
 @pytest.mark.parametrize("damage", ["not a library", "writable by others"])
 def test_a_library_that_cannot_be_trusted_is_compiled_anew(tmp_path: Path, damage: str) -> None:
     path = tmp_path / f"{native.fingerprint()}.so"
@@ -79,6 +90,7 @@ def test_the_name_follows_source_and_flags(tmp_path: Path, monkeypatch: pytest.M
 
 
 @needs_compiler
+@unoptimised_build
 def test_many_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(native.load, [tmp_path] * 4))
@@ -158,6 +170,7 @@ DRIFTS = {
 
 
 @needs_compiler
+@unoptimised_build
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_structs_that_python_packs_otherwise_are_found_out(
     drift: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
