@@ -12,6 +12,7 @@ from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
 from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Grid, HeadShape, Tiles, TileSize, Tiling, tiles_for
+from lookahead.backends.graph.kernels.workspace import Workspace
 
 DTYPES = [
     torch.float32,
@@ -193,3 +194,25 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])
             assert seen == set(path) - {0}
+
+
+def test_the_workspace_has_room_for_all_head_shapes(device: torch.device) -> None:
+    """Wide heads need more memory per query, narrow ones may have more queries. Neither takes the other's."""
+    needs = [(64, 40, Tiles(16, 64, 2), 1, 1, 512), (64, 4, Tiles(16, 64, 7, near_keys=16), 4, 2, 16)]
+    for order in (needs, needs[::-1]):
+        work = Workspace(device)
+        for need in order:
+            work.reserve(*need)
+        assert work.part.numel() >= 64 * 2 * 512
+        assert work.top.numel() >= 64 * 4 * 8 * 2
+        assert work.arrived.numel() >= 40
+        assert work.order.numel() >= 4 * order_size(64, needs[1][2], 2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 2, 512), (32, 8, 128)])
+def test_the_workspace_holds_no_more_queries_than_split_tiles(heads: int, kv_heads: int, dim: int) -> None:
+    """A step of many rows has many tiles, whose splits share a program and store nothing."""
+    work, shape = Workspace(torch.device("meta")), HeadShape(heads, kv_heads, dim)
+    for size in TileSize:
+        work.reserve(1024, 99, tiles_for(1024, shape, Tiling(size, Grid.SINGLE), invariant=True), *shape)
+    assert 4 * work.part.numel() < 300e6

@@ -105,9 +105,8 @@ class Tiles:
     def for_layer(self, dim: int, element_size: int, span: int) -> Tiles:
         """The parameters for a layer with heads of this width, and rows that see at most `span` keys (0: all of them).
 
-        A window is never longer than its blocks, so it has no more near splits than these, and of further splits one
-        for every four of them: others would have next to nothing to read. Wide heads in fp32 leave no shared memory for
-        keys that are loaded ahead.
+        More near splits than a window has blocks would be idle, and further splits would have next to nothing to read
+        unless there are four blocks for each. Wide heads in fp32 leave no shared memory for keys that are loaded ahead.
         """
         tiles, blocks = self, (span - 2) // self.block_n + 2
         if span:
@@ -187,7 +186,8 @@ def most_split(shape: HeadShape, processors: int, size: TileSize) -> int:
 
 
 def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, processors: int = 132) -> Tiles:
-    """The launch parameters for a step of this many rows. With `Grid.SPLIT` there are at most `most_split` tiles."""
+    """The launch parameters for a step of this many rows. Unless it is `Grid.UNSPLIT`, it has at most `most_split`
+    tiles."""
     tuning, launch, (size, grid) = tuning_for(shape.dim), tuning_for(shape.dim).launch(tiling), tiling
     block_m = queries_per_tile(shape.dim, size)
     tiles = -(-rows * shape.group // block_m)
@@ -195,11 +195,8 @@ def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, p
     if grid is Grid.SINGLE and not invariant:  # about two programs per multiprocessor
         near, splits = 0, max(1, min(64, 2 * (processors + 4) // (shape.kv_heads * tiles)))
     # Programs without a tile take time, too, so no more are launched than may be needed.
-    programs = {
-        Grid.SINGLE: tiles,
-        Grid.SPLIT: most_split(shape, processors, size),
-        Grid.UNSPLIT: tiles + SPARE_PROGRAMS,
-    }
+    split = most_split(shape, processors, size)
+    programs = {Grid.SINGLE: min(tiles, split), Grid.SPLIT: split, Grid.UNSPLIT: tiles + SPARE_PROGRAMS}
     return Tiles(
         block_m,
         tuning.block_n,

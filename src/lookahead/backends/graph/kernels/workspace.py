@@ -32,18 +32,23 @@ class Workspace:
         return other
 
     def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
-        """Make room for steps of up to this many rows and tiles."""
-        parts = tiles.parts
-        queries = rows * heads
-        if parts > 1 and self.part.numel() < queries * parts * padded_dim(dim):
-            self.part = self.part.new_empty(queries * parts * padded_dim(dim))
-            self.top = self.top.new_empty(queries * parts * 2)
-        if self.arrived.numel() < most_tiles * kv_heads:
-            self.arrived = self.arrived.new_zeros(most_tiles * kv_heads)
+        """Make room for steps of up to this many rows and tiles.
+
+        If splits have programs of their own, there are no more queries than those programs' tiles hold.
+        """
+        queries = min(rows * heads, tiles.programs * tiles.block_m * kv_heads)
+        sums = queries * tiles.parts if tiles.parts > 1 else 0
+        self.part = _at_least(self.part, sums * padded_dim(dim))
+        self.top = _at_least(self.top, sums * 2)
+        self.arrived = _at_least(self.arrived, most_tiles * kv_heads)
         if tiles.near_keys:
-            needed = most_tiles * order_size(most_nodes_of(rows), tiles, heads // kv_heads)
-            if self.order.numel() < needed:
-                self.order = self.order.new_zeros(needed)
+            size = order_size(most_nodes_of(rows), tiles, heads // kv_heads)
+            self.order = _at_least(self.order, most_tiles * size)
+
+
+def _at_least(memory: torch.Tensor, size: int) -> torch.Tensor:
+    """The same memory, or zeros of this size if it is smaller."""
+    return memory if memory.numel() >= size else memory.new_zeros(size)
 
 
 def padded_dim(dim: int) -> int:
