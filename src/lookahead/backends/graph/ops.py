@@ -51,12 +51,12 @@ class Ops:
         self.finish_logits: Any = reference_layers.finish_logits
 
     def _use_kernels(self) -> None:
-        from lookahead.backends.graph.kernels import activations, attention, depths, ends, fused, heads, locate, norms
+        from lookahead.backends.graph.kernels import activations, attention, copies, depths, ends, heads, locate, norms
         from lookahead.backends.graph.kernels.workspace import Workspace
 
         self.attend, self._depths, self._workspace = attention.attend, depths, Workspace
-        self.move_accepted, self.copy_pinned = fused.move_accepted, fused.copy_pinned
-        self.copy_packet, self.locate_rows = fused.copy_packet, locate.locate_rows
+        self.move_accepted, self.copy_pinned = copies.move_accepted, copies.copy_pinned
+        self.copy_packet, self.locate_rows = copies.copy_packet, locate.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
         self.embed, self.add_norm = ends.embed, norms.add_norm
         self.activate, self.finish_logits = activations.activate, ends.finish_logits

@@ -60,7 +60,7 @@ def attend(
 
 
 def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """As `fused.copy_pinned`."""
+    """As `copies.copy_pinned`."""
     target.copy_(source)
 
 
@@ -71,14 +71,14 @@ def copy_packet(
     changes: torch.Tensor,
     tables: torch.Tensor,
 ) -> None:
-    """As `fused.copy_packet`."""
+    """As `copies.copy_packet`."""
     target.copy_(source)
     index, pages = changes[: int(changed)].unbind(1)
     tables.view(-1)[index.long().to(tables.device)] = pages.to(tables.device)
 
 
 def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tensor, moves: torch.Tensor) -> None:
-    """As `fused.move_accepted`."""
+    """As `copies.move_accepted`."""
     page = cache.shape[4]
     for first, count in commits[: int(counts[1])].tolist():
         for source, target in moves[first : first + count].tolist():

@@ -9,7 +9,7 @@ import torch
 from marks import slow_interpreted
 from rounding import DTYPES
 
-from lookahead.backends.graph.kernels import fused, reference, top
+from lookahead.backends.graph.kernels import copies, reference, top
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 20])
@@ -31,7 +31,7 @@ def test_move_accepted(device: torch.device, sequences: int) -> None:
     whole = {"dtype": torch.int32, "device": device}
     counts = torch.tensor([7, sequences], **whole)
     lists = [torch.tensor([*numbers, *[3] * 20], **whole).view(-1, 2) for numbers in (commits, moves)]
-    for module in (fused, reference):
+    for module in (copies, reference):
         found = cache.clone()
         module.move_accepted(found, counts, *lists)
         assert torch.equal(found, expected)
@@ -73,8 +73,8 @@ def test_copy_pinned(device: torch.device, size: int) -> None:
     if device.type == "cuda":
         host, back = host.pin_memory(), back.pin_memory()
     there = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
-    fused.copy_pinned(host, there[:size])
-    fused.copy_pinned(there[:size], back)
+    copies.copy_pinned(host, there[:size])
+    copies.copy_pinned(there[:size], back)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(back, host)
@@ -91,7 +91,7 @@ def test_copy_packet(device: torch.device, size: int, room: int, changed: int) -
     host[start::2] = torch.randperm(3 * 7 * 40, generator=generator)[:room].to(torch.int32)
     host = host.pin_memory() if device.type == "cuda" else host
     found = []
-    for module in (fused, reference):
+    for module in (copies, reference):
         there = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
         tables = torch.full((3, 7, 40), -1, dtype=torch.int32, device=device)
         module.copy_packet(host, there[:size], host[start - 1 : start], host[start:].view(room, 2), tables)
