@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from described import HIDDEN
 from interpreting import quicken
+from knobs import Maker
+from model_table import ROUNDING, error
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
 
 pytest.importorskip("triton")
@@ -28,6 +31,8 @@ from lookahead.backends.graph.kernels import attention, reference, reference_dra
 from lookahead.backends.graph.kernels.top import TopWork
 from lookahead.backends.graph.ops import Ops
 from lookahead.config import SamplingParams
+from lookahead.models.reference import forward_tree
+from lookahead.models.spec import Activation, Decoder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
@@ -46,7 +51,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 
     quicken(monkeypatch)
 
-    def make(model: Any, processors: int = 2) -> GraphBackend:
+    def make(model: Any, processors: int = 2, description: Decoder | None = None) -> GraphBackend:
         monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
         monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
         for name in ("attend", "move_accepted", "top_tokens"):
@@ -58,7 +63,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)
         monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))
-        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512)
+        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512, description=description)
 
     return make
 
@@ -124,6 +129,34 @@ def test_a_ragged_batch(
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
     assert outputs(interpreted(model), prompts, config, 5) == expected
+
+
+def test_blocks_of_every_structure(interpreted: Callable[..., GraphBackend]) -> None:
+    """A parallel block with two norms, one with norms after its layers, scales, biases, learned positions, a soft cap:
+    as in `models.reference`."""
+    make = Maker()
+    parallel = make.block(
+        make.attention(bias=True, heads=2, kv_heads=1, rope=None),
+        make.feed_forward(gated=False, bias=True, activation=Activation.GELU_TANH),
+        attention_norm=make.layer_norm(),
+        parallel=True,
+        residual_scale=0.5,
+    )
+    after = make.block(
+        make.attention(heads=2, kv_heads=1),
+        make.feed_forward(activation=Activation.RELU2),
+        attention_norm=None,
+        feed_forward_norm=None,
+        attention_out_norm=make.norm(offset=1.0),
+        feed_forward_out_norm=make.norm(rounds_first=False),
+        output_scale=make.random(1, size=1.0),
+    )
+    ends = {"embedding_scale": 2.0, "position_embedding": make.random(64, HIDDEN), "logit_softcap": 3.0}
+    described = make.decoder(parallel, after, head_bias=True, **ends)
+    backend = interpreted(tiny("Llama", max_position_embeddings=64), description=described)
+    tree, prefix = random_tree(3, 2), [4, 9]
+    found = backend.step([greedy(backend.open(), prefix, tree, logits=True)])[0].logits
+    assert error(found, forward_tree(described, prefix, tree.tokens, tree.parents)) < 5 * ROUNDING
 
 
 def test_penalties_and_a_bias(interpreted: Callable[[Any], GraphBackend]) -> None:
