@@ -15,7 +15,7 @@ import pytest
 import torch
 from described import HIDDEN
 from interpreting import quicken
-from knobs import Maker
+from knobs import DIM, HEADS, KV_HEADS, Maker
 from model_table import ROUNDING, error
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
 
@@ -32,7 +32,7 @@ from lookahead.backends.graph.kernels.top import TopWork
 from lookahead.backends.graph.ops import Ops
 from lookahead.config import SamplingParams
 from lookahead.models.reference import forward_tree
-from lookahead.models.spec import Activation, Decoder
+from lookahead.models.spec import Activation, Decoder, Norm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
@@ -215,3 +215,39 @@ def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., Graph
     backend.step([greedy(slot, (), random_tree(14, 0))])
     assert {kind.rows for kind in backend.runner.steps.pairs} == set(given) == {1, 16}
     assert given[1] == given[16]
+
+
+def other_heads(make: Maker) -> Decoder:
+    """Layers whose heads take the paths that a plain model's do not: interleaved pairs of a part of each head, norms in
+    one launch and in two, clamped values that are keys, scaled queries, a soft cap, sinks, and K/V of another layer."""
+    first = make.attention(
+        rope=make.rope(4, interleaved=True),
+        q_norm=make.norm(DIM, offset=1.0, rounds_first=False),
+        k_norm=make.norm(DIM, 0.1, rounds_first=False),
+        v_norm=Norm(None, 1e-6),
+        query_scale=lambda positions: 1 + positions / 16,
+        softcap=1.5,
+    )
+    second = make.attention(
+        qkv=make.matrix(HEADS * DIM, KV_HEADS * DIM, bias=True),
+        head_order=(3, 2, 1, 0, 4, 5, 5, 4),
+        clip=0.6,
+        q_norm=make.norm(HEADS * DIM),
+        k_norm=make.norm(KV_HEADS * DIM),
+        whole_norms=True,
+        sinks=make.random(HEADS, size=2.0),
+    )
+    third = make.attention(qkv=make.matrix(HEADS * DIM), kv_layer=0)
+    return make.decoder(*(make.block(attention) for attention in (first, second, third)))
+
+
+def test_other_heads(interpreted: Callable[..., GraphBackend]) -> None:
+    """A tree behind random K/V, at shifted positions, against the kernels' twins."""
+    found = []
+    for make in (GraphBackend, interpreted):
+        backend = make(tiny("Llama"), description=other_heads(Maker()))
+        slot, generator = backend.open(), torch.Generator().manual_seed(0)
+        layers = [tuple(torch.randn(KV_HEADS, 9, DIM, generator=generator) for _ in range(2)) for _ in range(2)]
+        backend.adopt(slot, 9, layers, (-2,))
+        found.append(backend.step([greedy(slot, (), random_tree(4, 1), logits=True)])[0].logits.clone())
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
