@@ -15,7 +15,7 @@ class Rows:
     tables [slots, longest]: the page tables (see `kv.PagedKV`). shifts [slots]: what the sequence in a slot adds to its
     positions, or None if all add 0.
     positions [R], rotary [R], cells [R], bits [R, words] are computed by `locate_rows`: a row's position in its text,
-    the position that it is rotated by, the cell of its K/V, and the nodes of its tree that it attends to (bit j % 32 of
+    the position that is encoded, the cell of its K/V, and the nodes of its tree that it attends to (bit j % 32 of
     word j // 32 for node j). rotary is positions itself without shifts, else positions plus shift, from 0 to
     `furthest`.
     """

@@ -28,21 +28,9 @@ class AttentionLayer:
         self.spec, self.group, self.index, self._ops = spec, group, index, ops
         self.shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim)
         self.qkv, self.out = matrices.lower(spec.qkv), matrices.lower(spec.out)
-        order = None if spec.head_order is None else torch.tensor(spec.head_order, dtype=torch.int32)
-        self._projections = Projections(
-            spec.heads,
-            spec.kv_heads if spec.kv_layer is None else 0,
-            spec.head_dim,
-            bias=self.qkv.bias,
-            order=None if order is None else order.to(self.qkv.weight.device),
-            clip=spec.clip,
-            q_norm=spec.q_norm,
-            k_norm=spec.k_norm if spec.kv_layer is None else None,
-            v_norm=spec.v_norm if spec.kv_layer is None else None,
-            whole_norms=spec.whole_norms,
-            norms_last=spec.norms_after_rope and spec.rope is not None,
-            interleaved=spec.rope is not None and spec.rope.interleaved,
-        )
+        device, order = self.qkv.weight.device, spec.head_order
+        heads = None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
+        self._projections = replace(_projections(spec), bias=self.qkv.bias, order=heads)
 
     @staticmethod
     def check_attention(spec: Attention) -> None:
@@ -51,16 +39,8 @@ class AttentionLayer:
             raise UnsupportedModelError(
                 f"its heads are {spec.head_dim} columns wide, where the kernels take even numbers up to {WIDEST_HEAD}"
             )
-        norms = Projections(
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            q_norm=spec.q_norm,
-            k_norm=spec.k_norm,
-            v_norm=spec.v_norm,
-            whole_norms=spec.whole_norms,
-        )
-        if spec.norms_after_rope and spec.rope is not None and norms.needs_norm_heads:
+        projections = _projections(spec)
+        if projections.norms_last and projections.needs_norm_heads:
             raise UnsupportedModelError("after the rotation, queries or keys have norms that are not RMSNorms of heads")
         if spec.window is not None and spec.chunk is not None:
             raise UnsupportedModelError("a layer of it has both a sliding window and attention chunks")
@@ -75,11 +55,9 @@ class AttentionLayer:
         wide = self.shape.heads * self.shape.dim
         hidden = self.qkv.weight.shape[1]
         widths = {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
-        return widths | ({"heads": self._normed_width} if self._projections.needs_norm_heads else {})
-
-    @property
-    def _normed_width(self) -> int:
-        return self._projections.total * self.shape.dim
+        if self._projections.needs_norm_heads:
+            widths["heads"] = self._projections.total * self.shape.dim
+        return widths
 
     def plan(self, step: StepContext) -> Run:
         ops, spec = self._ops, self.spec
@@ -112,6 +90,23 @@ class AttentionLayer:
             multiply_out(mixed, delta)
 
         return run
+
+
+def _projections(spec: Attention) -> Projections:
+    """What is known of a layer's projections without its tensors on the device."""
+    has_kv = spec.kv_layer is None
+    return Projections(
+        spec.heads,
+        spec.kv_heads if has_kv else 0,
+        spec.head_dim,
+        clip=spec.clip,
+        q_norm=spec.q_norm,
+        k_norm=spec.k_norm if has_kv else None,
+        v_norm=spec.v_norm if has_kv else None,
+        whole_norms=spec.whole_norms,
+        norms_last=spec.norms_after_rope and spec.rope is not None,
+        interleaved=spec.rope is not None and spec.rope.interleaved,
+    )
 
 
 def plan_group(group: AttentionGroup, number: int, step: StepContext, ops: Ops) -> tuple[Run, Run]:

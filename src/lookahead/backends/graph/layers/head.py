@@ -28,7 +28,7 @@ class EmbeddingLayer:
 
     def plan(self, step: StepContext) -> Run:
         residual = step.buffers.rows("residual", self.table.shape[1])[: step.kind.rows]
-        tokens, positions = step.views["tokens"], step.rows[0].positions  # a row's is the same in every group
+        tokens, positions = step.views["tokens"], step.rows[0].rotary  # a row's is the same in every group
         return lambda: self._ops.embed(self.table, tokens, residual, positions=positions, **self._options)
 
 
