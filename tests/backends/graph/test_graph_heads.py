@@ -12,8 +12,9 @@ import pytest
 import torch
 from described import VOCABULARY
 from knobs import DIM, HEADS, KNOBS, KV_HEADS, Maker
-from model_table import ROUNDING, error
+from model_table import ROUNDING, build, error
 from tiny import greedy, random_tree, root, tiny
+from transformers import DynamicCache
 
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import PAGE
@@ -132,6 +133,23 @@ def test_only_layers_with_their_own_kv_have_pages(device: str) -> None:
     assert max(error(one, expected) for one in found) < 5 * ROUNDING
     with pytest.raises(ValueError, match="keys and values of 4 layers, where 2 have their own"):
         backend.adopt(other, 100, [*layers, *layers])
+
+
+def test_layers_are_those_that_transformers_caches(device: str) -> None:
+    """Gemma 4's last layers read the K/V of earlier ones, and its cache has none of theirs."""
+    model, text = build("gemma4-shared", device), tokens(20)
+    backend = GraphBackend(build("gemma4-shared", device))
+    assert any(block.attention.spec.kv_layer is not None for block in backend.layers.blocks)
+    with torch.inference_mode():
+        run = model(torch.tensor([text], device=device), past_key_values=DynamicCache())
+        layers = [(layer.keys[0], layer.values[0]) for layer in run.past_key_values.layers]
+        expected = model(torch.tensor([[*text, 3]], device=device)).logits[0, -1:]
+    slot, other = prefilled(backend, text), backend.open()
+    for pair, found in zip(layers, backend.cached(slot), strict=True):
+        for cached, exported in zip(pair, found, strict=True):
+            torch.testing.assert_close(exported, cached, atol=1e-4, rtol=1e-4)
+    backend.adopt(other, 20, layers)
+    assert error(backend.step([greedy(other, (), root(3), logits=True)])[0].logits, expected) < 5 * ROUNDING
 
 
 @pytest.mark.parametrize("changes", [{"window": 8}, {"heads": 2}])
