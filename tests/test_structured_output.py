@@ -148,13 +148,14 @@ def check_fits(kind: str, said: str, calls: list[tuple[str, str]], reason: str) 
 
 
 def test_replies_fit_alone_streamed_and_in_a_crowd(served: Running) -> None:
-    asked = [(kind, prompt, stream) for kind in KINDS for prompt in PROMPTS for stream in (False, True)]
+    prompts = PROMPTS if served.model.device.type == "cuda" else PROMPTS[:1]
+    asked = [(kind, prompt, stream) for kind in KINDS for prompt in prompts for stream in (False, True)]
     alone = {}
     for kind, prompt, stream in asked:
         reply = alone[kind, prompt, stream] = ask(served, body_of(kind, prompt, stream))
         check_fits(kind, *reply)
         assert reply == alone[kind, prompt, False]  # in one piece it is the same
-    for prompt in PROMPTS:  # and with guesses the same as without
+    for prompt in prompts:  # and with guesses the same as without
         assert alone["schema", prompt, False] == alone["plain schema", prompt, False]
     with ThreadPoolExecutor(len(asked)) as pool:
         crowd = list(pool.map(lambda one: ask(served, body_of(*one)), asked))

@@ -98,6 +98,9 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 """(name, family, changes to the config of `tiny`)"""
 
+FIRST_ROWS = list({family: name for name, family, _ in reversed(ROWS)}.values())[::-1]
+"""The first row of each family."""
+
 ROUNDING = 1e-5
 """`error` of two ways to compute the same logits in fp32 stays below this (6e-7 measured)."""
 

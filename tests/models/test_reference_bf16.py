@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_table import ROWS, build, error, stock_logits
+from model_table import FIRST_ROWS, build, error, stock_logits
 from tiny import VOCABULARY
 
 from lookahead.models import reference
@@ -41,10 +41,6 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
     assert torch.equal(reference.rotate(attention.rope, head, torch.arange(9)), turned)
 
     assert error(reference.forward(description, TOKENS), exact) < 1.5 * error(stock_logits(model, TOKENS), exact)
-
-
-FIRST_ROWS = list({family: name for name, family, _ in reversed(ROWS)}.values())[::-1]
-"""The first row of each family."""
 
 
 @pytest.mark.parametrize("name", FIRST_ROWS)

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 pytest.importorskip("onnxruntime")
 
 from described import VOCABULARY, uneven_decoder
-from model_table import ROWS, build
+from marks import slow_but
+from model_table import FIRST_ROWS, ROWS, build
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
 
 from lookahead import LookaheadConfig
@@ -65,7 +66,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 # Logits
 
 
-@pytest.mark.parametrize("name", [row[0] for row in ROWS])
+@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 def test_every_model_of_the_table(name: str) -> None:
     """A tree behind prefixes shorter and longer than the windows."""
     decoder, tree = read(build(name), "cpu"), random_tree(20, 4)

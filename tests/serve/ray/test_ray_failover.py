@@ -134,7 +134,7 @@ def with_ingress(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("deaths", slow_but([[], [0], [2], [7]], [], [2]), ids=str)
+@pytest.mark.parametrize("deaths", slow_but([[], [0], [2], [7]], [2]), ids=str)
 def test_every_kind_of_request_is_as_with_one_process(
     served: Any, one_process: Running, deaths: list[int | None]
 ) -> None:
