@@ -266,7 +266,7 @@ def load(
     """Load a model that is ready to generate.
 
     `name` is a hub id, a folder, a `.gguf` file or a (model, tokenizer) pair; without it the embedded
-    SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'cpu' (the
+    SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (models with a reader on CUDA, by far the faster), 'cpu' (the
     same models on a CPU), 'eager' (any model), or 'auto' for the best that runs the model. `dtype` is 'float32',
     'bfloat16', 'float16', 'int8' (on a CPU: the model in float32, quantised), or 'auto'. Without a `config` the default
     config is the profile that `lookahead tune --save` wrote for this model and machine. Where there is no profile, the

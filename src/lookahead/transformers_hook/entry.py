@@ -45,7 +45,7 @@ def decoding(
     Sampling uses torch's generator, as `generate` does. With a `seed`, sequence i of a batch has its own generator,
     seeded with `seed + i`, so that sequences do not wait for each other.
 
-    `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, and is
+    `backend`: 'eager' runs the model as it is. 'graph' runs models with a reader as `load(backend="graph")` does, and is
     made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
     with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it can
     run and the memory that is free, else 'eager'.
