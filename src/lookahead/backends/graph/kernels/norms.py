@@ -28,12 +28,6 @@ def flags(norm: Norm | None) -> int:
 
 
 @triton.jit
-def _load_vector(vector, column, inside):
-    """The columns of a vector, or None."""
-    return tl.load(vector + column, mask=inside, other=0.0) if vector is not None else None
-
-
-@triton.jit
 def norm_columns(x, weight, bias, eps, inside, WIDTH: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr):
     """The norm of x [BLOCK], whose columns outside of WIDTH are 0, in the dtype of x: see `models.spec.Norm`.
 
@@ -64,7 +58,8 @@ def _add_delta(
     if delta_bias is not None:
         added = added + tl.load(delta_bias + column, mask=inside, other=0.0)
     if KIND:
-        gain, shift = _load_vector(weight, column, inside), _load_vector(bias, column, inside)
+        gain = tl.load(weight + column, mask=inside, other=0.0) if weight is not None else None
+        shift = tl.load(bias + column, mask=inside, other=0.0) if bias is not None else None
         added = norm_columns(added, gain, shift, eps, inside, WIDTH, KIND, OFFSET)
     if SCALED:
         added = (added.to(tl.float32) * scale).to(x.dtype)
@@ -89,7 +84,8 @@ def _add_norm(
         source = tl.load(rows + target).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gain, shift = _load_vector(pre_1_weight, column, inside), _load_vector(pre_1_bias, column, inside)
+    gain = tl.load(pre_1_weight + column, mask=inside, other=0.0) if pre_1_weight is not None else None
+    shift = tl.load(pre_1_bias + column, mask=inside, other=0.0) if pre_1_bias is not None else None
     x = tl.load(residual + source * WIDTH + column, mask=inside, other=0.0)
     if delta_1 is not None:
         x = _add_delta(
@@ -112,8 +108,9 @@ def _add_norm(
     if out_2 is not None:
         normed = x
         if PRE_2:
-            gain, shift = _load_vector(pre_2_weight, column, inside), _load_vector(pre_2_bias, column, inside)
-            normed = norm_columns(x, gain, shift, pre_2_eps, inside, WIDTH, PRE_2, PRE_2_OFFSET)
+            gain_2 = tl.load(pre_2_weight + column, mask=inside, other=0.0) if pre_2_weight is not None else None
+            shift_2 = tl.load(pre_2_bias + column, mask=inside, other=0.0) if pre_2_bias is not None else None
+            normed = norm_columns(x, gain_2, shift_2, pre_2_eps, inside, WIDTH, PRE_2, PRE_2_OFFSET)
         tl.store(out_2 + target * WIDTH + column, normed, mask=inside)
 
 
