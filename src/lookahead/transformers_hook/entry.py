@@ -45,9 +45,9 @@ def decoding(
     Sampling uses torch's generator, as `generate` does. With a `seed`, sequence i of a batch has its own generator,
     seeded with `seed + i`, so that sequences do not wait for each other.
 
-    `backend`: 'eager' runs the model as it is. 'graph' runs models with a reader as `load(backend="graph")` does, and is
-    made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
-    with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it can
+    `backend`: 'eager' runs the model as it is. 'graph' runs models with a reader, as `load(backend="graph")` does, and
+    is made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are
+    kept with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it can
     run and the memory that is free, else 'eager'.
 
     `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A

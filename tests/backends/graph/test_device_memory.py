@@ -19,6 +19,8 @@ from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph import kv, runner, steps
 from lookahead.backends.graph.adjusting import FIRST_TABLE_SLOTS, Adjusting
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.groups import AttentionGroup
+from lookahead.backends.graph.kernels.tiles import HeadShape
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.backends.graph.state import DeviceState
@@ -221,3 +223,14 @@ def test_pages_that_cannot_grow_leave_those_that_were_there(
     assert tries == 2
     assert sum(backend.kv.pages) == backend.pool.pages == 8
     assert outputs(backend, PROMPTS, settings) == expected
+
+
+@pytest.mark.parametrize("free", [1e9, 40e9, 115e9])
+def test_default_pages_stay_within_their_share_of_memory(free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where windows have pages for many sequences, whose number does not grow with the capacity."""
+    shape, like = HeadShape(16, 8, 256), torch.zeros(1, dtype=torch.bfloat16)
+    groups = [AttentionGroup(shape, 1024, tuple(range(40))), AttentionGroup(shape, None, tuple(range(8)))]
+    monkeypatch.setattr(kv, "free_bytes", lambda device: int(free))
+    tokens = kv.default_tokens(groups, 131072, 1024, like)
+    needs = [kv.kv_bytes(groups, kv.group_pages(groups, tokens + more, 1024), like) for more in (0, PAGE)]
+    assert needs[0] <= kv.KV_SHARE * free < needs[1]

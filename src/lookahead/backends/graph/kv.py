@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
@@ -151,8 +152,12 @@ def default_tokens(groups: Sequence[AttentionGroup], context: int, most_rows: in
         min(KV_SEQUENCES * -(-tokens // PAGE), WINDOW_SEQUENCES * group.most_pages(tokens, most_rows))
         for group in groups
     )
-    each = kv_bytes(groups, group_pages(groups, useful * PAGE, most_rows), like) / useful
-    return min(useful, int(KV_SHARE * free / each)) * PAGE
+    # Pages of windows do not grow with the capacity from some point on, so bytes per token differ: hence the search.
+    fits = range(useful + 1)
+    most = bisect_right(
+        fits, KV_SHARE * free, key=lambda pages: kv_bytes(groups, group_pages(groups, pages * PAGE, most_rows), like)
+    )
+    return (most - 1) * PAGE
 
 
 def new_kv(
