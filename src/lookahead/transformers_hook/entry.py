@@ -47,8 +47,8 @@ def decoding(
 
     `backend`: 'eager' runs the model as it is. 'graph' runs models with a reader, as `load(backend="graph")` does, and
     is made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are
-    kept with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it can
-    run and the memory that is free, else 'eager'.
+    kept with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it
+    can run and the memory that is free, else 'eager'.
 
     `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A
     streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets entire blocks.
