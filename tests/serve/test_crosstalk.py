@@ -102,7 +102,7 @@ def crowd(server: Running, bodies: list[dict[str, Any]], seed: int) -> list[list
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
             async def later(body: dict[str, Any]) -> list[Any]:
-                await asyncio.sleep(rng.random() * 0.5)
+                await asyncio.sleep(rng.random() * 0.1)
                 return await ask(client, body)
 
             leaving = [give_up(client, rng.choice(bodies)) for _ in range(len(bodies) // 8)]
@@ -112,7 +112,7 @@ def crowd(server: Running, bodies: list[dict[str, Any]], seed: int) -> list[list
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("count", slow_but([20, 64], 20))
+@pytest.mark.parametrize("count", slow_but([28, 64], 28))
 def test_requests_at_once_get_what_each_gets_alone(paged: Running, count: int) -> None:
     bodies = made_up(count, seed=1)
     before = paged.model.engine.preemptions
