@@ -149,6 +149,8 @@ def test_the_graph_backend_goes_on_from_virtual_tokens(both: Any) -> None:
     assert pair.compression > 1
 
 
-def test_the_graph_backend_refuses_moved_positions() -> None:
+@pytest.mark.parametrize("change", [add_to_positions(3), doubled], ids=["further", "doubled"])
+def test_the_graph_backend_refuses_moved_positions(change: Any) -> None:
+    """Nothing checks how they go on, except with a model whose preparation is transformers' own."""
     with pytest.raises(ValueError, match="use backend='auto'"):
-        changed(add_to_positions(3)).generate(**PROMPT, max_new_tokens=4, custom_generate=decoding(backend="graph"))
+        changed(change).generate(**PROMPT, max_new_tokens=4, custom_generate=decoding(backend="graph"))

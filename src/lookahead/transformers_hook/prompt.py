@@ -101,6 +101,12 @@ def is_usual(model: Any) -> bool:
     )
 
 
+def is_of_library(model: Any) -> bool:
+    """Whether transformers itself defines how the model's inputs are prepared. If so, positions grow by one per token,
+    whatever their shift; code from elsewhere may do anything, and only a probe finds out."""
+    return type(model).__module__.startswith("transformers.") and "prepare_inputs_for_generation" not in vars(model)
+
+
 def is_empty(value: Any) -> bool:
     """Whether an argument is empty. `mm_encoder_outputs` is an empty mapping without images."""
     return value is None or (isinstance(value, Mapping) and not value)

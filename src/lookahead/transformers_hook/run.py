@@ -41,7 +41,7 @@ from lookahead.transformers_hook import caches, facts, output_collector
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
 from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
-from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, restore_cache, run_prompt
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_library, is_usual, restore_cache, run_prompt
 from lookahead.transformers_hook.rules import BatchRules
 
 logger = logging.getLogger("lookahead")
@@ -154,7 +154,8 @@ class Run:
     ) -> Any:
         """Decode after the prompt has run, on the graph backend if it can continue from there."""
         past = self.batch.past
-        if graph is not None and (shifts := start.shifts) is not None:
+        shifts = start.shifts
+        if graph is not None and shifts is not None and (is_of_library(self.model) or not any(map(any, shifts))):
             self.batch, self.cache, self._offsets = start.batch, start.cache, list(shifts)
             engine = self._set_up(graph, config, rules)
             graph.prepare_fallbacks()
