@@ -57,6 +57,7 @@ def test_any_number_of_ranks(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("number", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
+@pytest.mark.thinned(1)
 def test_a_models_tokens(ranks: int, number: int) -> None:
     """A tiny Llama on either backend: K/V of what another rank computed must be made up for, at the right places."""
     case = random_cases(3, 8)[number]

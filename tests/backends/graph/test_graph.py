@@ -137,7 +137,7 @@ def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain
     assert [plain(with_it, p, 24) for p in PROMPTS] != [plain(without, p, 24) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", slow_but(ROPES, "yarn", "dynamic", "longrope"))
 def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Dynamic and longrope factors depend on the furthest position that is asked for. The backend makes tables for all
     of the buffer's positions, most of them beyond the context, and must still get the factors of a short text.
@@ -1237,6 +1237,7 @@ def test_does_not_refuse(name: str) -> None:
 
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}])
+@pytest.mark.thinned(1)
 def test_biases_and_other_activations(
     changes: dict[str, Any], head_bias: bool, device: str, settings: LookaheadConfig, plain: Plain
 ) -> None:
