@@ -167,6 +167,32 @@ def test_biases_that_change_are_seen(both: Both, prompt: dict[str, Any]) -> None
     assert first.tokens.tolist() != second.tokens.tolist()
 
 
+COMPUTED = {
+    "Nemotron": {"head_dim": 8},
+    "StableLm": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "NanoChat": {},
+    "Apertus": {},
+}
+
+
+@pytest.mark.parametrize("family", COMPUTED)
+def test_numbers_computed_from_weights_that_change(both: Both, prompt: dict[str, Any], family: str) -> None:
+    """Readers of these families compute norms, embeddings or constants from weights. Changes in place reach them."""
+    model = tiny(family, seed=0, vocab_size=120, **COMPUTED[family])
+    first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    kept = facts.known[model].graph
+    both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert facts.known[model].graph is kept
+    changed = ("norm", "embed_tokens", "alpha_n", "alpha_p")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(part in name for part in changed):
+                weight.copy_(weight.flip(-1) * 1.7)
+    second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert first.tokens.tolist() != second.tokens.tolist()
+    assert (facts.known[model].graph is kept) == (family != "Apertus")
+
+
 def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any]) -> None:
     calls = []
 

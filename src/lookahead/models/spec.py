@@ -2,7 +2,7 @@
 
 A reader (`models.families`) describes a Hugging Face model in these words. `models.reference` runs a description in
 plain PyTorch; a backend lowers it to what it runs fast, or refuses it. Nothing here is per model that can differ per
-layer. Tensors and modules are the model's own, not copies.
+layer. Tensors and modules are the model's own, not copies, unless a reader has to compute something from weights.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class ModelFacts:
     trees that were tried because of the patch. `default` is the config of calls that give none, and
     `budget` decides how many draft tokens their steps take. `graph` is the model's graph backend, if a call could have
     one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
-    `addresses` are those of the model's weights when the backend was last synced with them.
+    `addresses` are those of the model's weights when the backend was last synced with them, and `computed_weights` says
+    whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
     `broken` is why its kernels do not compile, if they do not: it is tried once.
     `logged` are the lines that its calls have logged, each once.
     """
@@ -41,6 +42,7 @@ class ModelFacts:
     budget: DraftBudget = field(default_factory=DraftBudget)
     graph: GraphBackend | None = None
     addresses: Sequence[int] = ()
+    computed_weights: bool = False
     broken: str | None = None
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)

@@ -82,11 +82,12 @@ class Run:
         # Tensors that become the model's parameters must support training.
         with self.facts.turn, torch.inference_mode(False):
             kept, addresses = self.facts.graph, facts.weight_addresses(self._modules)
-            if kept is None or addresses != self.facts.addresses:
+            if kept is None or addresses != self.facts.addresses or self.facts.computed_weights:
                 if kept is None or not kept.reads_weights_of(self.model):
                     # A script may call once or twice, with a prompt of another length each time. A cache that it gave
                     # gets all K/V.
                     kept = self._new_graph()
+                    self.facts.computed_weights = kept.has_computed_weights
                     kept.model = proxy(self.model)  # so that the facts do not keep the model alive
                     self.facts.graph = kept
                 self.facts.addresses = facts.weight_addresses(self._modules)

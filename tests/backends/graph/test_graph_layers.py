@@ -115,7 +115,7 @@ def test_parts_stay_what_they_are(name: str, device: str) -> None:
             part.weight.mul_(-0.5)
             if part.bias is not None:
                 part.bias.add_(0.7)
-    assert backend.runner.reads_weights_of(given)
+    assert backend.runner.reads_weights_of(given, backend.model)
     check_trees(backend, other, (40,))
 
 

@@ -14,16 +14,16 @@ On a CPU the same steps run uncaptured, with the kernels' reference implementati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.graph.ahead import LaunchedStep, StepAhead
+from lookahead.backends.graph.current_device import on_model_device
 from lookahead.backends.graph.kernels.tiles import NEAR_KEYS
 from lookahead.backends.graph.kinds import Sampler
 from lookahead.backends.graph.kv import MOST_SHIFT, PagedKV, new_pools
@@ -39,22 +39,6 @@ from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_model_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[Concatenate[GraphBackend, P], R]:
-    """Run a method that launches GPU work with the model's GPU as the current device."""
-
-    @wraps(call)
-    def run(self: GraphBackend, /, *args: P.args, **options: P.kwargs) -> R:
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return call(self, *args, **options)
-        with torch.cuda.device(self.device):
-            return call(self, *args, **options)
-
-    return run
 
 
 class GraphBackend:
@@ -140,9 +124,17 @@ class GraphBackend:
         """Exponential noise [32, V] fp32, for inputs with `noise` rows, which the caller fills before the step."""
         return self.runner.state.buffers.noise
 
+    @on_model_device
     def reads_weights_of(self, model: Any) -> bool:
-        """Whether captured steps read the model's current weights. Matrices that were replaced are fused again."""
-        return self.runner.reads_weights_of(read(model, "graph"))
+        """Whether captured steps read the model's current weights. Matrices that were replaced are fused again. What
+        the model's reader computed from weights is computed again."""
+        return self.runner.reads_weights_of(read(model, "graph"), model)
+
+    @property
+    def has_computed_weights(self) -> bool:
+        """Whether the model's reader computed some numbers from its weights. If so, captured steps see a change in
+        place only after `reads_weights_of`."""
+        return self.layers.has_computed_weights(self.model)
 
     # Slots.
 

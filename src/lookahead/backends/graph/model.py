@@ -98,12 +98,47 @@ class GraphModel:
         is replaced by another tensor, steps have to be captured again."""
         return [tensor.data_ptr() for tensor in self._tensors()]
 
+    def has_computed_weights(self, model: torch.nn.Module) -> bool:
+        """Whether some numbers are not weights of `model`, but were computed from them by its reader."""
+        own = storages_of(model)
+        return any(self._constants()) or any(not _is_in(own, tensor) for tensor in self._tensors())
+
+    def can_follow(self, now: GraphModel, model: torch.nn.Module) -> bool:
+        """Whether steps captured with these layers compute what `now`, new layers of the same `model`, would compute.
+
+        Tensors that the reader computed are updated in place. Constants are part of a captured step.
+        """
+        if self._constants() != now._constants():
+            return False
+        own, computed = storages_of(model), []
+        for before, new in zip(self._tensors(), now._tensors(), strict=True):
+            if before.data_ptr() == new.data_ptr():
+                continue
+            if _is_in(own, new) or before.shape != new.shape:
+                return False
+            computed.append((before, new))
+        for before, new in computed:
+            before.copy_(new)
+        return True
+
+    def _constants(self) -> list[tuple[float, ...]]:
+        return [block.feed_forward.spec.constants for block in self.blocks]
+
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self.embedding.tensors
         for block in self.blocks:
             for layer in block.layers:
                 yield from layer.tensors
         yield from self.head.tensors
+
+
+def storages_of(model: torch.nn.Module) -> set[int]:
+    """The addresses of the memory that holds the model's parameters and buffers."""
+    return {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in storages
 
 
 def check_lowered(decoder: Decoder) -> None:

@@ -80,10 +80,11 @@ class Runner:
     def kv(self) -> PagedKV:
         return self.state.kv
 
-    def reads_weights_of(self, decoder: Decoder) -> bool:
-        """Whether captured steps read the weights of this description. Matrices that were replaced are fused again."""
+    def reads_weights_of(self, decoder: Decoder, model: torch.nn.Module) -> bool:
+        """Whether captured steps read the weights of this description of `model`. Matrices that were replaced are fused
+        again, and tensors that the reader computed are updated."""
         now = GraphModel(decoder, self._ops, self._products, drop_pages=self._drop_pages)
-        return now.addresses() == self.state.model.addresses()
+        return self.state.model.can_follow(now, model)
 
     # Packets.
 
