@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import Pair, decoding, ids, output_of
+from tiny import tiny
 
 MANY = 20
 LONG = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2, 44, 17, 3, 30, 8, 8, 12]
@@ -99,6 +100,15 @@ def test_padding_on_the_right_of_a_sliding_layer(mistral: Any) -> None:
     inputs = {name: value.flip(1) for name, value in ids([5, 9, 2, 5, 9, 2, 5], [4, 4, 6]).items()}
     with pytest.raises(ValueError, match=r"sliding window.*padding_side='left'"):
         mistral.generate(**inputs, max_new_tokens=4, custom_generate=decoding())
+
+
+def test_padding_on_the_right_of_local_layers() -> None:
+    """GPT-Neo's config has other names for its windows."""
+    local = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    model = tiny("GPTNeo", **local)
+    inputs = {name: value.flip(1) for name, value in ids([5, 9, 2, 5, 9, 2, 5], [4, 4, 6]).items()}
+    with pytest.raises(ValueError, match=r"sliding window.*padding_side='left'"):
+        model.generate(**inputs, max_new_tokens=4, custom_generate=decoding(backend="graph"))
 
 
 def same_or_refused(says: str, model: Any, inputs: dict[str, Any], **kwargs: Any) -> None:

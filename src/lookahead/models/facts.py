@@ -86,6 +86,8 @@ def context_length(config: Any) -> int | None:
 
 def sliding_windows(config: Any) -> dict[str, int | None]:
     """Kind of attention layer -> its sliding window, or None. In a model with one kind of layer the kind is ''."""
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo
+        return {"global": None, "local": config.window_size}
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds & {"sliding_attention", "chunked_attention"}:
