@@ -36,7 +36,9 @@ def test_activate(device: torch.device, dtype: torch.dtype, activation: Activati
     results = []
     for given in (None, bias):
         found, expected = (run(module, x, given, activation, gated) for module in (activations, reference_layers))
-        assert close(found, expected, 8 if activation is Activation.GELU else 2)  # 1 + erf(x) cancels below 0
+        # 1 + erf(x) cancels below 0, and a GPU's fp32 exponential and division are approximations.
+        approximate = activation is Activation.GELU or (device.type == "cuda" and dtype == torch.float32)
+        assert close(found, expected, 8 if approximate else 2)
         assert torch.equal(run(activations, x[1:2].clone(), given, activation, gated)[0], found[1])
         results.append(found)
     assert not close(*results)

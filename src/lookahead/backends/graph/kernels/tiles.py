@@ -130,7 +130,8 @@ class WidthTuning:
 
     block_n: keys per block. queries: of a large tile. resident: programs of a step of 128 tokens that fit on a
     multiprocessor. near: the least and the most near splits, and splits: the most splits of an invariant step. Small
-    tiles of `Grid.SINGLE`, `Grid.SPLIT` and `Grid.UNSPLIT` have a launch each, large tiles have one.
+    tiles of `Grid.SINGLE`, `Grid.SPLIT` and `Grid.UNSPLIT` have a launch each, large tiles have one. most_programs: a
+    factor of `MOST_PROGRAMS`.
     """
 
     block_n: int
@@ -142,6 +143,7 @@ class WidthTuning:
     split: Launch
     unsplit: Launch
     large: Launch
+    most_programs: float = 1.0
 
     def launch(self, tiling: Tiling) -> Launch:
         """The launch parameters of a tiling."""
@@ -153,12 +155,16 @@ TUNED = {
         64, 64, 3, (2, 4), 15, Launch(64, 4, 3, 168), Launch(64, 2, 3), Launch(32, 1, 3), Launch(64, 4, 3, 168)
     ),
     128: WidthTuning(64, 64, 2, (2, 4), 15, Launch(64, 4, 3), Launch(64, 4, 3), Launch(32, 2, 3), Launch(64, 4, 3)),
-    256: WidthTuning(64, 32, 2, (4, 8), 31, Launch(64, 4, 3), Launch(64, 4, 3), Launch(32, 4, 3), Launch(64, 8, 2)),
+    256: WidthTuning(
+        64, 32, 2, (4, 8), 31, Launch(64, 4, 2), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 4, 2), most_programs=0.7
+    ),
     512: WidthTuning(32, 32, 1, (4, 8), 31, Launch(32, 8, 3), Launch(32, 8, 3), Launch(16, 8, 3), Launch(32, 8, 2)),
 }
-"""The tuning of heads of up to this width. Those of 64 and 128 were measured on an H200 (see benchmarks/NOTES.md). The
-wider ones are the largest blocks whose K/V fit into shared memory together with the next block's, so that one program
-per multiprocessor keeps the memory busy; `benchmarks/attention_tiles.py` measures others."""
+"""The tuning of heads of up to this width, measured on an H200 up to 256: see benchmarks/NOTES.md for the narrow ones,
+and `benchmarks/attention_tiles.py`, which measures others. 16 heads of 256 with 8 K/V heads at a context of 512 take 10
+us for one row; 28 us for 16 sequences of a row in unsplit programs, 32 us in split ones, 40 us with three stages; and
+41 us for a tree of 121 rows, 44 us with eight warps. 512 has the largest blocks whose K/V fit into shared memory
+together with the next block's, so that one program per multiprocessor keeps the memory busy."""
 
 WIDEST_HEAD = max(TUNED)
 """Attention runs heads of up to this width."""
@@ -182,7 +188,8 @@ def queries_per_tile(dim: int, size: TileSize) -> int:
 def most_split(shape: HeadShape, processors: int, size: TileSize) -> int:
     """Maximum number of tiles whose splits have their own programs; with more tiles, each has one program."""
     near, _ = _invariant_splits(shape, processors)
-    return int(MOST_PROGRAMS[size] * processors / ((near + 1) * shape.kv_heads))
+    most = MOST_PROGRAMS[size] * tuning_for(shape.dim).most_programs
+    return int(most * processors / ((near + 1) * shape.kv_heads))
 
 
 def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, processors: int = 132) -> Tiles:
