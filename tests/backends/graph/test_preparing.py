@@ -152,7 +152,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Any]]:
         def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **options: Any) -> Any:
                 shapes = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args]
-                called.add((name, str((shapes, sorted(options)))))
+                called.add((name, str((shapes, sorted(options), options.get("window")))))
                 return call(*args, **options)
 
             return run
@@ -161,9 +161,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Any]]:
     return called
 
 
-def test_a_compiling_pass_launches_the_kernels_of_a_real_one(launched: set[tuple[str, Any]]) -> None:
+@pytest.mark.parametrize("drop_pages", [True, False])
+def test_a_compiling_pass_launches_the_kernels_of_a_real_one(launched: set[tuple[str, Any]], drop_pages: bool) -> None:
+    """Also if layers with a window and others are in one attention group."""
     model = tiny("Qwen2", num_hidden_layers=6, use_sliding_window=True, sliding_window=7, max_window_layers=3)
-    backend = GraphBackend(model.to(torch.bfloat16), kv_tokens=512)
+    backend = GraphBackend(model.to(torch.bfloat16), kv_tokens=512, drop_pages=drop_pages)
     backend.prepare(64, 16)
     captured: list[Captured] = [*backend.runner.steps.forwards.values(), *backend.runner.steps.targets.values()]
     assert any(isinstance(one, CapturedForward) for one in captured)

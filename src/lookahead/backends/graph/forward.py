@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -73,13 +74,15 @@ class CapturedForward(Captured):
         self._run_blocks(self.blocks)
 
     def launch_kernels(self) -> None:
-        """Of blocks in one attention group and with the same widths only two are launched: the others have the same
+        """Of blocks with the same kind of attention and the same widths only two are launched: the others have the same
         kernels, and the first of all adds nothing to the residual stream. A kernel that is missed here is compiled when
         it is first launched."""
-        alike: dict[tuple[int, str], list[list[Run]]] = {}
+        alike: dict[tuple[Any, ...], list[list[Run]]] = {}
         for block, planned in zip(self.state.model.blocks, self.blocks, strict=True):
+            spec = block.attention.spec
+            kind = block.attention.group, spec.window, spec.chunk, spec.rope is None, spec.kv_layer is None
             widths = f"{block.attention.buffers()} {block.feed_forward.buffers()}"
-            alike.setdefault((block.attention.group, widths), []).append(planned)
+            alike.setdefault((*kind, widths), []).append(planned)
         self._run_blocks([planned for blocks in alike.values() for planned in blocks[:2]])
 
     @torch.inference_mode()
