@@ -12,6 +12,9 @@ from pairs import decoding, ids
 from tiny import tiny
 from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
 
+from lookahead.backends.graph.kv import MOST_SHIFT
+from lookahead.models.facts import UnsupportedModelError
+
 PROMPT = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9])
 ROWS = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9], [4, 8, 4, 8], [3])
 
@@ -154,3 +157,22 @@ def test_the_graph_backend_refuses_moved_positions(change: Any) -> None:
     """Nothing checks how they go on, except with a model whose preparation is transformers' own."""
     with pytest.raises(ValueError, match="use backend='auto'"):
         changed(change).generate(**PROMPT, max_new_tokens=4, custom_generate=decoding(backend="graph"))
+
+
+def moved(shift: int) -> dict[str, Any]:
+    return {**PROMPT, "position_ids": torch.arange(PROMPT["input_ids"].shape[1])[None] + shift}
+
+
+def test_the_graph_backend_takes_given_positions(both: Any) -> None:
+    model = tiny("Llama", max_position_embeddings=8192)
+    both(model, moved(MOST_SHIFT), max_new_tokens=12, hook=decoding(backend="graph")).same()
+
+
+def test_the_graph_backend_refuses_positions_that_are_too_far() -> None:
+    """Before it takes over the K/V, so that the eager backend can continue from them."""
+    model = tiny("Llama", max_position_embeddings=8192)
+    cache = DynamicCache(config=model.config)
+    hook = decoding(backend="graph")
+    with pytest.raises(UnsupportedModelError, match="cannot continue from this prompt"):
+        model.generate(**moved(MOST_SHIFT + 1), max_new_tokens=4, past_key_values=cache, custom_generate=hook)
+    assert not cache.get_seq_length()

@@ -26,6 +26,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.kv import MOST_SHIFT
 from lookahead.backends.graph.planner import LAZY_CAPTURE
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import top_tokens
@@ -156,7 +157,8 @@ class Run:
         """Decode after the prompt has run, on the graph backend if it can continue from there."""
         past = self.batch.past
         shifts = start.shifts
-        if graph is not None and shifts is not None and (is_of_library(self.model) or not any(map(any, shifts))):
+        may_shift = is_of_library(self.model) and shifts is not None and max(shifts)[0] <= MOST_SHIFT
+        if graph is not None and shifts is not None and (may_shift or not any(map(any, shifts))):
             self.batch, self.cache, self._offsets = start.batch, start.cache, list(shifts)
             engine = self._set_up(graph, config, rules)
             graph.prepare_fallbacks()
