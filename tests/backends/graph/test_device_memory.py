@@ -6,6 +6,7 @@ The faults are injected on the kernels' slow twins, where nothing is captured an
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -234,3 +235,14 @@ def test_default_pages_stay_within_their_share_of_memory(free: float, monkeypatc
     tokens = kv.default_tokens(groups, 131072, 1024, like)
     needs = [kv.kv_bytes(groups, kv.group_pages(groups, tokens + more, 1024), like) for more in (0, PAGE)]
     assert needs[0] <= kv.KV_SHARE * free < needs[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, kv.FEW_CHANGES, kv.FEW_CHANGES + 1, 100])
+def test_page_tables_are_updated(count: int) -> None:
+    """Few updates and many, by different launches."""
+    made = GraphBackend(tiny("Llama")).kv
+    indices = random.Random(count).sample(range(made.tables.numel()), count)
+    expected = torch.zeros_like(made.tables).view(-1)
+    expected[indices] = torch.arange(1, count + 1, dtype=torch.int32)
+    made.write_tables([number for pair in zip(indices, range(1, count + 1), strict=True) for number in pair])
+    assert torch.equal(made.tables.view(-1), expected)

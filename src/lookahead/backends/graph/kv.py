@@ -21,6 +21,8 @@ WINDOW_SEQUENCES = 64
 Shorter sequences have the same number of pages in all layers."""
 CPU_TOKENS = 1 << 14
 """Capacity on a CPU, where the backend is only tested."""
+FEW_CHANGES = 8
+"""Up to this many page-table updates are launched one by one."""
 LONGEST_TEXT = 1 << 17
 """Maximum length where the model's context has no limit: the size of page tables and rotary tables."""
 SPARE_BYTES = 1 << 30
@@ -80,10 +82,15 @@ class PagedKV:
     @torch.inference_mode()
     def write_tables(self, changes: Sequence[int]) -> None:
         """Update the page tables before the next step: pairs of an index into the flattened tables and a page. The host
-        does not wait for the device."""
+        does not wait for the device. A few numbers travel as arguments of kernels, which needs no pinned memory."""
+        if len(changes) <= 2 * FEW_CHANGES:
+            tables = self.tables.view(-1)
+            for index, page in zip(changes[::2], changes[1::2], strict=True):
+                tables[index].fill_(page)
+            return
         numbers = torch.tensor(changes, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        index, pages = numbers.to(self._device, non_blocking=True).view(-1, 2).unbind(1)
-        self.tables.view(-1).scatter_(0, index, pages.to(torch.int32))
+        indices, pages = numbers.to(self._device, non_blocking=True).view(-1, 2).unbind(1)
+        self.tables.view(-1).scatter_(0, indices, pages.to(torch.int32))
 
     def write(
         self, tables: Sequence[Sequence[int]], length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
