@@ -104,6 +104,25 @@ def test_a_conversation_on_one_cache(both: Both, model: Any, prompt: dict[str, A
     assert made["True length"] == made["False length"]
 
 
+def test_a_cache_with_a_head_for_every_query_head(both: Both, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
+    """Falcon's newer classes cache copies of their K/V heads; the graph backend stores each head once."""
+    groups = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 4}
+    model = tiny("Falcon", seed=0, vocab_size=120, **groups)
+    caches = []
+    for hook in (None, graph()):
+        cache = DynamicCache(config=model.config)
+        first = model.generate(**prompt, max_new_tokens=MANY, past_key_values=cache, custom_generate=hook)
+        assert cache.layers[0].keys.shape[1] == 4
+        model.generate(torch.cat([first, prompt["input_ids"]], 1), max_new_tokens=MANY, past_key_values=cache,
+                       custom_generate=hook)  # fmt: skip
+        caches.append(cache)
+    for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
+        assert torch.allclose(ours.values, theirs.values, atol=1e-4)
+    flipped = {name: value.flip(1) for name, value in batch.items()}
+    both(model, flipped, max_new_tokens=MANY, pad_token_id=0, hook=graph()).same()
+
+
 def test_a_streamer(model: Any, prompt: dict[str, Any]) -> None:
     expected = output_of(prompt, model.generate(**prompt, max_new_tokens=MANY, do_sample=False))
     recorder = Recorder()

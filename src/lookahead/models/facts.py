@@ -104,6 +104,12 @@ def chunks(config: Any) -> dict[str, int]:
     return {"chunked_attention": chunk} if chunk and "chunked_attention" in kinds else {}
 
 
+def cached_copies(config: Any) -> int:
+    """How often the cache of a model's own forward pass holds each K/V head: Falcon's holds one per query head."""
+    grouped = getattr(config, "model_type", "") == "falcon" and config.new_decoder_architecture
+    return int(config.num_attention_heads // config.num_kv_heads) if grouped else 1
+
+
 WINDOWLESS = frozenset({
     "moshi", "llama", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "cohere", "seed_oss", "helium",
     "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2", "hyperclovax", "phi", "nemotron",

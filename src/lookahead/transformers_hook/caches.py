@@ -43,16 +43,17 @@ def check_cache(cache: Any, batch_size: int) -> None:
             )
 
 
-def layers_of(cache: Any, batch_index: int, mask: torch.Tensor) -> Layers:
+def layers_of(cache: Any, batch_index: int, mask: torch.Tensor, copies: int = 1) -> Layers:
     """One sequence's K/V in a cache. `mask` [T] is True for tokens and False for padding.
 
-    A sliding-window layer holds only its last positions.
+    A sliding-window layer holds only its last positions. `copies`: the cache holds each head this many times.
     """
     layers = []
     for layer in of_decoder(cache).layers:
         held = min(mask.shape[0], layer.keys.shape[2])
         real = mask[-held:].to(layer.keys.device)
-        layers.append((layer.keys[batch_index, :, :held][:, real], layer.values[batch_index, :, :held][:, real]))
+        keys, values = (part[batch_index, ::copies, :held][:, real] for part in (layer.keys, layer.values))
+        layers.append((keys, values))
     return layers
 
 
@@ -64,8 +65,9 @@ def extend(
     ids: torch.Tensor,
     left: Sequence[Layers],
     offsets: Sequence[Sequence[int]],
+    copies: int = 1,
 ) -> None:
-    """Append to the cache the K/V of every position it lacks.
+    """Append to the cache the K/V of every position it lacks, each head `copies` times.
 
     `ids` [B, L] are prompt and output up to the last position to cache; `left` has each sequence's K/V after decoding,
     and `offsets` its position offsets for `Backend.adopt`. `generate` also runs the padding after a sequence that ended
@@ -105,6 +107,8 @@ def extend(
             first = layers[index][0].shape[1] - int(new.sum())
             keys[batch_index, :, new] = layers[index][0][:, first:]
             values[batch_index, :, new] = layers[index][1][:, first:]
+        if copies > 1:
+            keys, values = (part.repeat_interleave(copies, dim=1) for part in (keys, values))
         cache.update(keys, values, index)
 
 

@@ -36,7 +36,7 @@ from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
-from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of, position_limit
+from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of, position_limit
 from lookahead.models.read import read
 from lookahead.transformers_hook import caches, facts, output_collector
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
@@ -229,7 +229,7 @@ class Run:
         output = rules.output(self.sequences, ids)
         if keeps_cache and self.cache is not None:
             left = [self._left[sequence] for sequence in self.sequences]
-            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], left, self._offsets)
+            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], left, self._offsets, self._copies)
         if not self.wants.return_dict_in_generate:
             return output
         kept: dict[str, Any] = {
@@ -238,6 +238,12 @@ class Run:
         if self.collector is not None:
             kept |= {name: tuple(parts) for name, parts in self.collector.kept.items()}
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
+
+    @property
+    def _copies(self) -> int:
+        """How often the cache holds each of the backend's K/V heads. The eager backend has those of the cache."""
+        config = self.model.config.get_text_config(decoder=True)
+        return cached_copies(config) if isinstance(self.backend, GraphBackend) else 1
 
     def _default(self) -> tuple[LookaheadConfig, DraftBudget]:
         """The config where none was given, and what decides how many draft tokens its steps take.
@@ -319,7 +325,8 @@ class Run:
         request.slot = self.backend.open()
         engine.submit(request)
         if self.batch.past:
-            layers = caches.layers_of(self.cache, batch_index, self.batch.mask[batch_index, : self.batch.past])
+            mask = self.batch.mask[batch_index, : self.batch.past]
+            layers = caches.layers_of(self.cache, batch_index, mask, self._copies)
             self.backend.adopt(request.slot, self.batch.cached(batch_index), layers, self._offsets[batch_index])
 
     def _roots(self, requests: Sequence[Request], logits: torch.Tensor) -> list[StepResult]:
