@@ -243,7 +243,7 @@ class Run:
     def _copies(self) -> int:
         """How often the cache holds each of the backend's K/V heads. The eager backend has those of the cache."""
         config = self.model.config.get_text_config(decoder=True)
-        return cached_copies(config) if isinstance(self.backend, GraphBackend) else 1
+        return cached_copies(config) if self.used == "graph" else 1
 
     def _default(self) -> tuple[LookaheadConfig, DraftBudget]:
         """The config where none was given, and what decides how many draft tokens its steps take.
