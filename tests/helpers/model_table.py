@@ -105,10 +105,6 @@ ROUNDING = 1e-5
 """`error` of two ways to compute the same logits in fp32 stays below this (6e-7 measured)."""
 
 
-PLAIN = {"llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"}
-"""How the names of rows begin that every backend must run, unless its test says otherwise."""
-
-
 def build(name: str, device: str | torch.device = "cpu", **more: Any) -> Any:
     """The tiny model of this row, with more arguments of `tiny`; equal weights for equal arguments."""
     (row,) = [row for row in ROWS if row[0] == name]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_table import ROUNDING, ROWS, build, error, stock_logits, stock_logits_of_each
+from marks import slow_but
+from model_table import FIRST_ROWS, ROUNDING, ROWS, build, error, stock_logits, stock_logits_of_each
 from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
@@ -40,7 +41,7 @@ def test_plain_text(name: str) -> None:
     assert error(reference.forward(read(model, "reference"), TOKENS), stock_logits(model, TOKENS)) < ROUNDING
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, *FIRST_ROWS))
 def test_every_path_of_a_tree_is_plain_text(name: str) -> None:
     """Prefixes longer and shorter than the windows, and none at all."""
     model, tree = model_of(name), random_tree(24, seed=3)

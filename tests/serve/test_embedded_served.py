@@ -54,6 +54,7 @@ def test_a_chat_and_its_stream(served: Running, client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
+@pytest.mark.slow
 def test_it_parses_and_calls(served: Running, client: openai.OpenAI) -> None:
     asked: Any = {"model": served.service.name, "max_tokens": 40, "temperature": 0}
     sky: Any = [{"role": "user", "content": "Which colour has the sky, and are you sure? Answer as JSON."}]
@@ -69,6 +70,7 @@ def test_it_parses_and_calls(served: Running, client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["town"] in ("Paris", "Rome")
 
 
+@pytest.mark.slow
 def test_a_predicted_edit_flies(served: Running) -> None:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"Repeat this code, but call the function add_up:\n{CODE}"}],

@@ -106,6 +106,7 @@ def test_a_chat_streams_blocks_and_tells_their_steps(page: Any, served: Running)
     assert page.locator(".block.pointed").count() >= 1
 
 
+@pytest.mark.slow
 def test_regenerate_edit_and_what_the_browser_keeps(page: Any) -> None:
     asked: list[Any] = []
     page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
@@ -134,6 +135,7 @@ def test_regenerate_edit_and_what_the_browser_keeps(page: Any) -> None:
     assert page.locator("#welcome").is_visible()
 
 
+@pytest.mark.slow
 def test_stop_keeps_the_text_and_frees_the_server(page: Any, served: Running) -> None:
     ask(page, STORY, 400)
     page.wait_for_selector(".assistant .block")
@@ -187,6 +189,7 @@ def test_html_in_a_prompt_and_in_an_answer_stays_text(page: Any) -> None:
     assert page.locator(".assistant strong").text_content() == "<i>x</i>"
 
 
+@pytest.mark.slow
 def test_markdown_code_and_copy(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     source = (
@@ -221,6 +224,7 @@ def test_markdown_code_and_copy(page: Any) -> None:
     assert "untinted" in page.locator("#messages").get_attribute("class")
 
 
+@pytest.mark.slow
 def test_a_race_has_equal_tokens(browser: Any, served: Running) -> None:
     with visit(browser, f"{served.url}/#race", reduced_motion="reduce") as page:
         asked: list[Any] = []
@@ -239,6 +243,7 @@ def test_a_race_has_equal_tokens(browser: Any, served: Running) -> None:
         assert "one after the other" in page.locator("#race .lead").inner_text()
 
 
+@pytest.mark.slow
 def test_the_race_notices_other_tokens(browser: Any, served: Running) -> None:
     with visit(browser, f"{served.url}/#race", reduced_motion="reduce") as page:
         canned(page, "Only one text.")
@@ -256,6 +261,7 @@ def test_the_race_notices_other_tokens(browser: Any, served: Running) -> None:
         assert page.locator("#race-same").text_content().startswith("The tokens differ from number 1 on")
 
 
+@pytest.mark.slow
 def test_the_tree_of_a_step(browser: Any, served: Running) -> None:
     with visit(browser, f"{served.url}/#inside") as page:
         page.fill("#inside-prompt", "Repeat: one two three, one two three, one two three.")
@@ -306,6 +312,7 @@ def test_keys_are_asked_for_and_some_views_need_rights(browser: Any, served: Run
         page.problems.forgive("403")
 
 
+@pytest.mark.slow
 def test_the_page_is_painted_before_the_server_answers(browser: Any, served: Running) -> None:
     with visit(browser, "about:blank") as page:
         page.route("**/v1/**", lambda route: None)  # no answer, ever
@@ -315,6 +322,7 @@ def test_the_page_is_painted_before_the_server_answers(browser: Any, served: Run
         assert page.locator("#model").text_content() == ""
 
 
+@pytest.mark.slow
 def test_the_status_shows_sums_and_no_text(page: Any, served: Running) -> None:
     page.click("nav >> text=Status")
     page.wait_for_selector(".card")
@@ -324,6 +332,7 @@ def test_the_status_shows_sums_and_no_text(page: Any, served: Running) -> None:
     assert FRANCE not in page.content()
 
 
+@pytest.mark.slow
 def test_narrow_dark_and_named(browser: Any, served: Running) -> None:
     with visit(browser, served.url, viewport={"width": 360, "height": 740}, color_scheme="dark") as page:
         for view in ("chat", "race", "inside", "status"):

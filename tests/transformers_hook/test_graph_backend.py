@@ -55,10 +55,10 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"temperature": 0.7, "top_k": 0},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.7, "top_k": 0}, marks=pytest.mark.slow),
         {"temperature": 1.3, "top_k": 7},
-        {"top_k": 0, "top_p": 0.8},
+        pytest.param({"top_k": 0, "top_p": 0.8}, marks=pytest.mark.slow),
         {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
     ],
 )
