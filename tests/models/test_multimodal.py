@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from model_table import ROUNDING, error, stock_logits
 from pictures import FAMILIES, model_of
 
@@ -23,6 +24,8 @@ TOKENS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(5)).to
 @pytest.mark.parametrize("name", sorted(multimodal.READERS))
 def test_text(name: str) -> None:
     """Behind the usual positions, and in a model of this class with the default kind of text model."""
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers does not know the class")
     if name in KNOWN:
         model = model_of(KNOWN[name])
     else:

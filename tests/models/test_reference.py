@@ -262,6 +262,8 @@ def test_a_mistake_is_seen(row: str, change: Callable[[Block], Block], layer: in
     model = model_of(row)
     description = read(model, "reference")
     blocks = list(description.blocks)
+    if row == "gemma2" and blocks[layer].attention.softcap is None:
+        pytest.skip("this transformers leaves the softcap out")
     blocks[layer] = change(blocks[layer])
     wrong = replace(description, blocks=blocks)
     assert error(reference.forward(wrong, TOKENS), stock_logits(model, TOKENS)) > 10 * ROUNDING

@@ -90,7 +90,7 @@ class WithText:
     aliases: Callable[[Any], tuple[tuple[int, int], ...]] = lambda config: ()
 
     def __call__(self, model: Any) -> Decoder:
-        base = getattr(model.model, self.name)
+        base = getattr(model.model, self.name, model.model)  # up to transformers 5.21, Qwen2.5-Omni has no part of it
         kind = type(base).__name__
         if kind not in TEXT:
             raise UnsupportedModelError(f"there is no reader for its {kind}")
