@@ -125,7 +125,8 @@ def _rotate_write(
         cos = tl.load(cosine + position * PAIRS + pair, mask=pair < PAIRS, other=1.0)[None, :]
         sin = tl.load(sine + position * PAIRS + pair, mask=pair < PAIRS, other=0.0)[None, :]
         cos, sin = tl.where(rotated[:, None], cos, 1.0), tl.where(rotated[:, None], sin, 0.0)
-        first, second = first * cos - second * sin, second * cos + first * sin
+        # Which product is rounded before the addition is not left to the compiler: bits would depend on its version.
+        first, second = tl.fma(first, cos, -(second * sin)), tl.fma(first, sin, second * cos)
     if normed and NORMS_LAST:
         first, second = first.to(a.dtype).to(tl.float32), second.to(a.dtype).to(tl.float32)
         first, second = _norm_pairs(
