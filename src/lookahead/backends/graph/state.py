@@ -130,7 +130,7 @@ class Buffers:
         like, vocabulary = model.like, model.head.head.out
         self._rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to this
         self._memory = {name: like.new_zeros(self._rows * width) for name, width in model.buffers().items()}
-        self.logits = like.new_zeros(min(self._rows, MOST_NEEDED), vocabulary)
+        self.logits = model.head.new_logits(min(self._rows, MOST_NEEDED))
         self._compiled = ops.compiled
         self.results = like.new_zeros(len(self.logits), 1 + 2 * min(MAX_SUCCESSORS, vocabulary), dtype=torch.int32)
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}

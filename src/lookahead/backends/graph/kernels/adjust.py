@@ -21,7 +21,8 @@ BLOCK = 1024
 
 @triton.jit
 def _adjust(
-    logits, out, needed, rows, tokens, table_slot_of, rules, tables, mask_of, vocabulary, words, BLOCK: tl.constexpr
+    logits, out, needed, rows, tokens, table_slot_of, rules, tables, mask_of, stride, vocabulary, words,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows of out, blocks of columns). `rows` are sequence_of, sequences and parents, `tables` counts, bias
     and masks; see `adjust`."""
@@ -30,7 +31,7 @@ def _adjust(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocabulary
-    x = tl.load(logits + row * vocabulary + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     node = tl.load(needed + row)
     sequence = tl.maximum(tl.load(sequence_of + node), 0)
     slot = tl.load(table_slot_of + sequence).to(tl.int64)
@@ -90,7 +91,7 @@ def adjust(
     count, vocabulary = logits.shape
     _adjust[(count, triton.cdiv(vocabulary, BLOCK))](
         logits, out, needed, (rows.sequence_of, rows.sequences, rows.parents), tokens, table_slot_of, rules,
-        (counts, bias, masks), mask_of, vocabulary, masks.shape[1], BLOCK=BLOCK, num_warps=4,
+        (counts, bias, masks), mask_of, logits.stride(0), vocabulary, masks.shape[1], BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -25,7 +25,7 @@ def load_candidates(candidates, start, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def token_at(logits, counts, limits, row, index, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+def token_at(logits, counts, limits, row, index, stride, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
     """The token id of a row's candidate number `index`."""
     piece = tl.arange(0, P)
     count = tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0)
@@ -33,7 +33,7 @@ def token_at(logits, counts, limits, row, index, vocabulary, pieces, P: tl.const
     chosen = tl.minimum(tl.sum((ends <= index).to(tl.int32), 0), pieces - 1)
     rank = index - tl.sum(tl.where(piece < chosen, count, 0), 0)
     column = chosen * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     here = is_candidate(x, tl.load(limits + row * 2 + 1))
     hit = here & (tl.cumsum(here.to(tl.int32), 0) - 1 == rank)
     return tl.min(tl.where(hit, column, vocabulary - 1), 0)

@@ -26,7 +26,7 @@ from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
 
 @triton.jit
-def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+def _draw_all(logits, settings, limits, masses, row, stride, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
     """Sample a row without top-k and top-p, by the masses of its pieces."""
     # 1. The first piece at whose end the CDF is past the threshold. If rounding leaves none, the last with a mass.
     piece = tl.arange(0, P)
@@ -38,7 +38,7 @@ def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.c
     begin = tl.sum(tl.where(piece == chosen - 1, ends, 0.0), 0)
     # 2. The same among the piece's tokens.
     column = chosen * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
     weight = tl.where(weight >= draw_setting(settings, row, MIN_P), weight, 0.0)
     passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
@@ -48,7 +48,7 @@ def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.c
 
 @triton.jit
 def _draw_filtered(
-    logits, settings, work, row, vocabulary, pieces,
+    logits, settings, work, row, stride, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Sample a row with top-k or top-p, from its candidates. `work`: limits, candidates, counts and masses."""
@@ -83,12 +83,12 @@ def _draw_filtered(
         ties_before += tl.sum(same.to(tl.int32), 0)
         start += TILE
     index = tl.where(index == 2147483647, last, index)
-    return token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+    return token_at(logits, counts, limits, row, index, stride, vocabulary, pieces, P, BLOCK)
 
 
 @triton.jit
 def _draw(
-    logits, settings, limits, candidates, counts, masses, out, vocabulary, pieces, width,
+    logits, settings, limits, candidates, counts, masses, out, stride, vocabulary, pieces, width,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). Inverse CDF in float64, in the order of the vocabulary."""
@@ -96,9 +96,9 @@ def _draw(
     if is_drawn(settings, settings, row, False):
         if is_filtered(settings, row, vocabulary):
             work = limits, candidates, counts, masses
-            token = _draw_filtered(logits, settings, work, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT)
+            token = _draw_filtered(logits, settings, work, row, stride, vocabulary, pieces, P, BLOCK, TILE, SHIFT)
         else:
-            token = _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P, BLOCK)
+            token = _draw_all(logits, settings, limits, masses, row, stride, vocabulary, pieces, P, BLOCK)
         tl.store(out + row * width, tl.minimum(token, vocabulary - 1))
 
 
@@ -113,16 +113,16 @@ def draw_targets(
     rows, vocabulary = logits.shape
     collect_candidates(logits, settings, None, tops, work)
     _draw[(rows,)](
-        logits, settings, work.limits, work.candidates, work.counts, work.masses, out, vocabulary, work.pieces,
-        out.shape[1], P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype),
-        num_warps=8,
+        logits, settings, work.limits, work.candidates, work.counts, work.masses, out, logits.stride(0), vocabulary,
+        work.pieces, out.shape[1],
+        P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype), num_warps=8,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _multinomial_cutoff(
-    logits, settings, depths, limits, candidates, counts, masses, cutoffs, vocabulary, pieces,
+    logits, settings, depths, limits, candidates, counts, masses, cutoffs, stride, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). cutoffs [R, 2]: the cutoff of a sampled row, and the first of the tied tokens that stays."""
@@ -146,14 +146,14 @@ def _multinomial_cutoff(
                     stays = same & (rank >= ties - quota)
                     index = tl.minimum(index, tl.min(tl.where(stays, start + tl.arange(0, TILE), 2147483647), 0))
                     ties_before += tl.sum(same.to(tl.int32), 0)
-                first = token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+                first = token_at(logits, counts, limits, row, index, stride, vocabulary, pieces, P, BLOCK)
         tl.store(cutoffs + row * 2, cutoff)
         tl.store(cutoffs + row * 2 + 1, first)
 
 
 @triton.jit
 def _multinomial(
-    logits, noise, settings, depths, limits, cutoffs, ratios, tokens, vocabulary, pieces,
+    logits, noise, settings, depths, limits, cutoffs, ratios, tokens, stride, vocabulary, pieces,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). The best ratio of weight and noise in each piece, and its token."""
@@ -162,7 +162,7 @@ def _multinomial(
         column = piece * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocabulary
         at = row * pieces + piece
-        x = tl.load(logits + row * vocabulary + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
         depth = tl.load(depths + row).to(tl.int64)
         rival = tl.load(noise + depth * vocabulary + column, mask=inside, other=1.0)
         temperature = draw_setting(settings, row, TEMPERATURE).to(tl.float32)
@@ -209,12 +209,12 @@ def multinomial_targets(
     collect_candidates(logits, settings, depths, tops, work)
     pieces, shift = triton.next_power_of_2(work.pieces), shift_of(logits.dtype)
     _multinomial_cutoff[(rows,)](
-        logits, settings, depths, work.limits, work.candidates, work.counts, work.masses, work.cutoffs, vocabulary,
-        work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
+        logits, settings, depths, work.limits, work.candidates, work.counts, work.masses, work.cutoffs,
+        logits.stride(0), vocabulary, work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
     )  # fmt: skip
     _multinomial[(rows, work.pieces)](
-        logits, noise, settings, depths, work.limits, work.cutoffs, work.ratios, work.tokens, vocabulary, work.pieces,
-        BLOCK=PIECE, SHIFT=shift, num_warps=1,
+        logits, noise, settings, depths, work.limits, work.cutoffs, work.ratios, work.tokens, logits.stride(0),
+        vocabulary, work.pieces, BLOCK=PIECE, SHIFT=shift, num_warps=1,
     )  # fmt: skip
     _multinomial_end[(rows,)](
         settings, depths, work.ratios, work.tokens, out, vocabulary, work.pieces, out.shape[1], P=pieces, num_warps=1,
@@ -223,7 +223,9 @@ def multinomial_targets(
 
 
 @triton.jit
-def _log_probs(logits, out, sums, values, vocabulary, pieces, COLUMNS: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
+def _log_probs(
+    logits, out, sums, values, stride, vocabulary, pieces, COLUMNS: tl.constexpr, C: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
     """Grid: (rows)."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, P)
@@ -235,7 +237,7 @@ def _log_probs(logits, out, sums, values, vocabulary, pieces, COLUMNS: tl.conste
     wanted = column < COLUMNS
     token = tl.load(out + row * (2 * COLUMNS - 1) + column, mask=wanted, other=0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
-    x = tl.load(logits + row * vocabulary + token, mask=wanted, other=0.0).to(tl.float32)
+    x = tl.load(logits + row * stride + token, mask=wanted, other=0.0).to(tl.float32)
     tl.store(values + row * COLUMNS + column, (x - top) - log_sum, mask=wanted)
 
 
@@ -248,7 +250,7 @@ def log_probs(logits: torch.Tensor, out: torch.Tensor, tops: TopWork, values: to
     rows, vocabulary = logits.shape
     columns = values.shape[1]
     _log_probs[(rows,)](
-        logits, out, tops.sums, values, vocabulary, tops.pieces,
+        logits, out, tops.sums, values, logits.stride(0), vocabulary, tops.pieces,
         COLUMNS=columns, C=triton.next_power_of_2(columns), P=triton.next_power_of_2(tops.pieces), num_warps=1,
     )  # fmt: skip
     return values

@@ -58,13 +58,13 @@ def embed(
 
 @triton.jit
 def _finish_logits(
-    logits, bias, scale, cap, width, BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
+    logits, bias, scale, cap, stride, width, BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
 ):  # fmt: skip
     """Grid: (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    own = logits + row * width + column
+    own = logits + row * stride + column
     x = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
@@ -85,5 +85,6 @@ def finish_logits(logits: torch.Tensor, bias: torch.Tensor | None, scale: float,
     rows, width = logits.shape
     block = min(2048, triton.next_power_of_2(width))
     _finish_logits[(rows, triton.cdiv(width, block))](
-        logits, bias, scale, cap or 1.0, width, BLOCK=block, SCALED=scale != 1.0, CAPPED=cap is not None, num_warps=4
-    )
+        logits, bias, scale, cap or 1.0, logits.stride(0), width,
+        BLOCK=block, SCALED=scale != 1.0, CAPPED=cap is not None, num_warps=4,
+    )  # fmt: skip

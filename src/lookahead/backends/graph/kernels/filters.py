@@ -148,7 +148,7 @@ def is_candidate(x, floor):
 
 @triton.jit
 def _measure(
-    logits, settings, depths, limits, counts, masses, vocabulary, pieces,
+    logits, settings, depths, limits, counts, masses, stride, vocabulary, pieces,
     BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). The candidates of each piece, counts [R, pieces], and its mass, masses [R, pieces].
@@ -159,7 +159,7 @@ def _measure(
     if is_drawn(settings, depths, row, MULTINOMIAL):
         _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
         column = piece * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         at = row * pieces + piece
         # Triton has no `not` for a runtime value.
         if (has_k == 0) & (has_p | (MULTINOMIAL == 0)):
@@ -173,7 +173,7 @@ def _measure(
 
 @triton.jit
 def _pack(
-    logits, settings, depths, limits, counts, candidates, vocabulary, pieces,
+    logits, settings, depths, limits, counts, candidates, stride, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). Copy the candidates to candidates [R, pieces x BLOCK], after those of earlier pieces."""
@@ -182,7 +182,7 @@ def _pack(
         earlier = tl.arange(0, P)
         before = tl.sum(tl.load(counts + row * pieces + earlier, mask=earlier < piece, other=0), 0)
         column = piece * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
+        x = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
         chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
         index = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(candidates + row * pieces * BLOCK + index, x.to(candidates.dtype.element_ty), mask=chosen)
@@ -202,10 +202,10 @@ def collect_candidates(
         MULTINOMIAL=multinomial, num_warps=4,
     )  # fmt: skip
     _measure[(rows, work.pieces)](
-        logits, settings, chosen, work.limits, work.counts, work.masses, vocabulary, work.pieces,
+        logits, settings, chosen, work.limits, work.counts, work.masses, logits.stride(0), vocabulary, work.pieces,
         BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip
     _pack[(rows, work.pieces)](
-        logits, settings, chosen, work.limits, work.counts, work.candidates, vocabulary, work.pieces,
-        P=pieces, BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
+        logits, settings, chosen, work.limits, work.counts, work.candidates, logits.stride(0), vocabulary,
+        work.pieces, P=pieces, BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip

@@ -17,15 +17,15 @@ PIECE = 1024
 
 
 @triton.jit
-def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
+def _pieces(logits, values, ids, sums, stride, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (rows, pieces). The TOP best logits of each piece and their ids, the lower id first among equals, and the
     piece's maximum and sum of exponentials.
 
-    logits [R, V]; values, ids [R, pieces, TOP]; sums [R, pieces, 2].
+    logits [R, V], whose rows are `stride` apart; values, ids [R, pieces, TOP]; sums [R, pieces, 2].
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     top = tl.max(x, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     at = row * pieces + piece
@@ -85,7 +85,8 @@ def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.
     rows, vocabulary = logits.shape
     top = (out.shape[1] - 1) // 2
     _pieces[(rows, work.pieces)](
-        logits, work.values, work.ids, work.sums, vocabulary, work.pieces, TOP=top, BLOCK=PIECE, num_warps=1,
+        logits, work.values, work.ids, work.sums, logits.stride(0), vocabulary, work.pieces,
+        TOP=top, BLOCK=PIECE, num_warps=1,
     )  # fmt: skip
     candidates = triton.next_power_of_2(work.pieces * top)
     _join[(rows,)](

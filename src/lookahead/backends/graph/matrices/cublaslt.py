@@ -81,22 +81,24 @@ class Library:
 class Problem:
     """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, row-major, in half precision, accumulated in fp32.
 
+    Rows of `out` are `stride` numbers apart, without it next to one another.
     cuBLASLt's matrices are column-major, so to it the problem is out^T = weight x^T.
     """
 
-    def __init__(self, library: Library, rows: int, outer: int, inner: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: Library, rows: int, outer: int, inner: int, dtype: torch.dtype, stride: int = 0
+    ) -> None:
         self.library = library
         self.about, transposed = ctypes.c_void_p(), ctypes.c_int(1)
         library("MatmulDescCreate", ctypes.byref(self.about), COMPUTE_FP32, FP32)
         library("MatmulDescSetAttribute", self.about, TRANSPOSE_A, *_value(transposed))
-        self.weight, self.x, self.out = (
-            self._layout(dtype, *sizes) for sizes in ((inner, outer), (inner, rows), (outer, rows))
-        )
+        self.weight, self.x = self._layout(dtype, inner, outer), self._layout(dtype, inner, rows)
+        self.out = self._layout(dtype, outer, rows, stride)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
-    def _layout(self, dtype: torch.dtype, height: int, width: int) -> ctypes.c_void_p:
+    def _layout(self, dtype: torch.dtype, height: int, width: int, stride: int = 0) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
-        sizes = ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height)
+        sizes = ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(stride or height)
         self.library("MatrixLayoutCreate", ctypes.byref(layout), TYPES[dtype], *sizes)
         return layout
 
@@ -173,7 +175,7 @@ class Kernel:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """x [rows, inner], weight [outer, inner], out [rows, outer].
 
-        All are contiguous and aligned as allocations are (`ALIGNMENT`). Rows of x and out beyond the
-        problem's are ignored.
+        x and weight are contiguous, out has the problem's stride, and all are aligned as allocations are
+        (`ALIGNMENT`). Rows of x and out beyond the problem's are ignored.
         """
         self.problem.run(self.algorithm, x, weight, out)

@@ -36,6 +36,10 @@ class DenseMatrix:
         """The tensors that captured steps read."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
+    def new_out(self, rows: int) -> torch.Tensor:
+        """Memory [rows, out] that products may be written to."""
+        return self._products.new_out(self.weight, rows)
+
     def plan(self, rows: int) -> Multiply:
         """The product for a step of this many rows, without the bias: the kernel that reads the product adds it."""
         product, weight = self._products.plan(self.weight, rows, self._like), self.weight
@@ -49,8 +53,11 @@ class DenseMatrices:
         self._products = products
         self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def lower(self, matrix: Matrix) -> DenseMatrix:
-        return DenseMatrix(matrix, self._products, self._like.setdefault(matrix.shape, []))
+    def lower(self, matrix: Matrix, alignment: int = 1) -> DenseMatrix:
+        """`alignment`: rows of its products begin at multiples of this, in memory of `DenseMatrix.new_out`."""
+        aligned = matrix.shape[0] % alignment == 0
+        products = self._products if aligned else self._products.with_alignment(alignment)
+        return DenseMatrix(matrix, products, self._like.setdefault(matrix.shape, []))
 
 
 @torch.inference_mode(False)

@@ -46,7 +46,8 @@ SEARCH = "2"
 """Version of the search. Results of an earlier version are not used: they may be slower."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""
+"""A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T. Memory of
+`out` is made by `Products.new_out`."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,20 @@ class Pieces:
 
 
 @cache
-def products_of(device: torch.device, dtype: torch.dtype, invariant: bool) -> Products:
+def products_of(device: torch.device, dtype: torch.dtype, invariant: bool, alignment: int = 1) -> Products:
     """The `Products` shared by all models: the kernel for a matrix shape serves every model with that shape."""
-    return Products(device, dtype, invariant)
+    return Products(device, dtype, invariant, alignment)
 
 
 class Products:
-    """Plans the products of one dtype on one device.
+    """Plans the products of one dtype on one device. Rows of a result begin at multiples of `alignment`.
 
     `library` is cuBLASLt where it helps: in half precision on Hopper GPUs. Elsewhere it is None, and torch chooses the
     kernels.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> None:
-        self.device, self.dtype, self.invariant = device, dtype, invariant
+    def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool, alignment: int = 1) -> None:
+        self.device, self.dtype, self.invariant, self.alignment = device, dtype, invariant, alignment
         known = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
         self.library: Any = cublaslt.library(device) if known and dtype in cublaslt.TYPES else None
         self.kernel_cache = KernelCache(self._facts() if self.library is not None else None)
@@ -110,7 +111,19 @@ class Products:
     def _facts(self) -> dict[str, str]:
         """What the fastest kernels depend on, including the version of the search."""
         name = torch.cuda.get_device_name(self.device)
-        return {"device": name, "dtype": str(self.dtype), "library": str(self.library.version()), "search": SEARCH}
+        facts = {"device": name, "dtype": str(self.dtype), "library": str(self.library.version()), "search": SEARCH}
+        return facts if self.alignment == 1 else {**facts, "alignment": str(self.alignment)}
+
+    def with_alignment(self, alignment: int) -> Products:
+        """The same, with another alignment of the results."""
+        return products_of(self.device, self.dtype, self.invariant, alignment)
+
+    def new_out(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
+        """Memory [rows, outer] for a product with this weight [outer, inner]."""
+        return weight.new_empty(rows, self._stride(len(weight)))[:, : len(weight)]
+
+    def _stride(self, outer: int) -> int:
+        return -(-outer // self.alignment) * self.alignment
 
     def plan(self, weight: torch.Tensor, size: int, like: Sequence[torch.Tensor] = ()) -> Product:
         """Plan the product of `size` rows with this weight [outer, inner]. `like`: the model's weights of the same
@@ -154,7 +167,7 @@ class Products:
     def _expected(self, weight: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x and a matrix whose products cancel (see `cancelling`), and the result of `run` on INVARIANT_ROWS rows."""
         x, other = cancelling(weight)
-        expected = x.new_empty(INVARIANT_ROWS, len(weight))
+        expected = self.new_out(weight, INVARIANT_ROWS)
         run(x, other, expected)
         return x, other, expected
 
@@ -213,7 +226,7 @@ class Products:
 
     def _problem(self, shape: torch.Size, rows: int) -> cublaslt.Problem:
         outer, inner = shape
-        return cublaslt.Problem(self.library, rows, outer, inner, self.dtype)
+        return cublaslt.Problem(self.library, rows, outer, inner, self.dtype, self._stride(outer))
 
     def _cached(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
         """The fastest kernel that an earlier process has found."""
@@ -240,7 +253,7 @@ class Products:
     def _times(self, runs: Sequence[Run], weights: Sequence[torch.Tensor], rows: int, rounds: int) -> dict[int, float]:
         """Milliseconds per call, by index in `runs`: the median of `rounds` timings, without those that refuse."""
         x = weights[0].new_zeros(rows, weights[0].shape[1])
-        out = weights[0].new_empty(rows, len(weights[0]))
+        out = self.new_out(weights[0], rows)
         calls = TIMED_CALLS if rows <= PIECES[-1] else TIMED_CALLS // 4
         marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
         for index, run in enumerate(runs):
@@ -296,11 +309,11 @@ def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, expected: torch.T
     x [INVARIANT_ROWS, inner], weight [outer, inner], expected [INVARIANT_ROWS, outer]. For more rows than x has, x is
     repeated.
     """
-    times = -(-rows // INVARIANT_ROWS)
+    times, stride = -(-rows // INVARIANT_ROWS), expected.stride(0)
     if times > 1:
         x, expected = x.repeat(times, 1), expected.repeat(times, 1)
     for start in range(0, len(x) - rows + 1, max(rows, INVARIANT_ROWS // 4)):
-        out = expected.new_full((rows, len(weight)), torch.nan)
+        out = expected.new_full((rows, stride), torch.nan)[:, : len(weight)]
         try:
             run(x[start : start + rows].clone(), weight, out)
         except RuntimeError:
