@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_table_more import GEMMA4
 from pairs import Pair, Recorder, decoding, ids, in_threads, output_of
 from tiny import tiny
 from transformers import DynamicCache, LogitsProcessorList
@@ -184,6 +185,21 @@ def test_biases_that_change_are_seen(both: Both, prompt: dict[str, Any]) -> None
         model.model.layers[0].self_attn.v_proj.bias.normal_(std=2.0)
     second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_a_buffer_that_is_replaced_is_seen(both: Both, prompt: dict[str, Any]) -> None:
+    """Gemma 4 scales the result of each layer by one."""
+    model = tiny("Gemma4Text", seed=0, vocab_size=120, **GEMMA4)
+    first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    kept = facts.known[model].graph
+    with torch.no_grad():
+        model.model.layers[0].layer_scalar.mul_(-3.0)
+    second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert facts.known[model].graph is kept
+    model.model.layers[0].layer_scalar = torch.full((1,), 0.2)
+    third = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert facts.known[model].graph is not kept
+    assert len({str(pair.tokens.tolist()) for pair in (first, second, third)}) == 3
 
 
 COMPUTED = {

@@ -176,3 +176,37 @@ def test_the_graph_backend_refuses_positions_that_are_too_far() -> None:
     with pytest.raises(UnsupportedModelError, match="cannot continue from this prompt"):
         model.generate(**moved(MOST_SHIFT + 1), max_new_tokens=4, past_key_values=cache, custom_generate=hook)
     assert not cache.get_seq_length()
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+@pytest.mark.parametrize("held", [0, 4])
+def test_a_given_cache_is_restored_if_moved_positions_reach_too_far(backend: str, held: int) -> None:
+    """The limit of 128 positions is known before the prompt runs, but not where its positions continue."""
+    model = tiny("Llama", max_position_embeddings=128, **DYNAMIC)
+    cache = DynamicCache(config=model.config)
+    if held:
+        model(PROMPT["input_ids"][:, :held], past_key_values=cache)
+    before, hook = [layer.keys for layer in cache.layers], decoding(backend=backend)
+    with pytest.raises(ValueError, match=r"exactly up to 48 positions.*lower max_new_tokens"):
+        model.generate(**moved(80), max_new_tokens=60, past_key_values=cache, custom_generate=hook)
+    assert cache.get_seq_length() == held
+    if held:
+        assert all(layer.keys.equal(keys) for layer, keys in zip(cache.layers, before, strict=True))
+
+
+def test_a_given_cache_is_restored_if_a_window_counts_hidden_tokens() -> None:
+    model = tiny("Mistral", sliding_window=40)
+    cache = DynamicCache()
+    hidden = torch.tensor([[1] * 6 + [0] + [1] * 3])
+    with pytest.raises(ValueError, match="counts the positions that attention_mask hides"):
+        model.generate(
+            PROMPT["input_ids"],
+            attention_mask=hidden,
+            max_new_tokens=4,
+            past_key_values=cache,
+            custom_generate=decoding(),
+        )
+    assert not cache.get_seq_length()

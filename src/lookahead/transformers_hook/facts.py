@@ -122,8 +122,14 @@ def code_of(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list[Any]]:
 
 
 def weight_addresses(modules: Iterable[torch.nn.Module]) -> list[int]:
-    """The addresses of all weights."""
-    return [weight.data_ptr() for module in modules for weight in module._parameters.values() if weight is not None]
+    """The addresses of all parameters and buffers: Gemma 4 scales a layer's result by a buffer."""
+    return [
+        tensor.data_ptr()
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    ]
 
 
 def adapters_of(module: Any) -> tuple[Any, ...]:

@@ -132,54 +132,53 @@ class Run:
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
         graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None, self._log_once)
         if graph is None:
-            return self._decode_after(self._run_prompt(), None, config, rules, streamer)
+            return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
             if is_usual(self.model) and is_plain(self.batch, self.kwargs):
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
                 graph.prepare_fallbacks(noise=noise is not None)
                 return self._decode(engine, None, noise, rules, streamer)
-            return self._decode_after(self._run_prompt(), graph, config, rules, streamer)
-
-    def _run_prompt(self) -> Start:
-        start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
-        check_hidden(self.model, start)
-        return start
+            return self._decode_after(graph, config, rules, streamer)
 
     def _decode_after(
-        self,
-        start: Start,
-        graph: GraphBackend | None,
-        config: LookaheadConfig | None,
-        rules: BatchRules,
-        streamer: Any,
+        self, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules, streamer: Any
     ) -> Any:
-        """Decode after the prompt has run, on the graph backend if it can continue from there."""
-        past = self.batch.past
+        """Run the prompt as `generate` does, then decode. If the call is refused, a given cache is as it was."""
+        given, past = self.kwargs.get("past_key_values"), self.batch.past
+        start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
+        try:
+            check_hidden(self.model, start)
+            engine = self._set_up_after(start, graph, config, rules)
+        except ValueError:
+            restore_cache(given, past)
+            raise
+        return self._decode(engine, start.logits, None, rules, streamer)
+
+    def _set_up_after(
+        self, start: Start, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules
+    ) -> Engine:
+        """`_set_up` after the prompt has run, on the graph backend if it can continue from there."""
         shifts = start.shifts
         may_shift = is_of_library(self.model) and shifts is not None and max(shifts)[0] <= MOST_SHIFT
         if graph is not None and shifts is not None and (may_shift or not any(map(any, shifts))):
             self.batch, self.cache, self._offsets = start.batch, start.cache, list(shifts)
             engine = self._set_up(graph, config, rules)
             graph.prepare_fallbacks()
-            return self._decode(engine, start.logits, None, rules, streamer)
-        try:
-            if graph is not None:
-                reason = (
-                    f"the graph backend cannot continue from this prompt, since model type {kind_of(self.model)!r} "
-                    "counts positions or takes arguments in its own way"
-                )
-                if self._backend_name == "graph":
-                    raise UnsupportedModelError(f"{reason}; use backend='auto'")
-                self._log_once(f"note: {reason}; the eager backend runs it")
-            eager = self._eager(start, config)
-        except ValueError:
-            restore_cache(self.kwargs.get("past_key_values"), past)
-            raise
+            return engine
+        if graph is not None:
+            reason = (
+                f"the graph backend cannot continue from this prompt, since model type {kind_of(self.model)!r} "
+                "counts positions or takes arguments in its own way"
+            )
+            if self._backend_name == "graph":
+                raise UnsupportedModelError(f"{reason}; use backend='auto'")
+            self._log_once(f"note: {reason}; the eager backend runs it")
+        eager = self._eager(start, config)
         self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
         if self.outputs:
             self.collector = output_collector.OutputCollector(eager, start.batch, start.output, self.outputs)
-        return self._decode(self._set_up(eager, config, rules), start.logits, None, rules, streamer)
+        return self._set_up(eager, config, rules)
 
     def _set_up(self, backend: Backend, config: LookaheadConfig | None, rules: BatchRules) -> Engine:
         """Set the backend, and create one sequence per prompt and the engine that decodes them."""
