@@ -63,7 +63,7 @@ class Layers:
         tiles = replace(tiles, programs=max(tiles.programs, int(rows.counts[0])))
         work, out, scale = self.ops.workspace(), torch.empty_like(self.q), self.shape.dim**-0.5
         work.reserve(size, most, tiles, *self.shape)
-        self.ops.order_by_depth(rows, work, tiles, group)
+        self.ops.list_paths(rows, work, tiles, group)
 
         def run() -> None:
             for keys, values in self.cache:

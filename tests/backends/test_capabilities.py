@@ -35,7 +35,7 @@ def test_every_backend_states_its_capabilities() -> None:
         "graph", row_sizes=(1, 2, 4, 8, 16, 32), draws_noise=True
     )
     half = GraphBackend(tiny("Llama").to(torch.bfloat16)).capabilities
-    assert (half.exact_nodes, half.exact_depth, half.row_sizes[-1]) == (128, 16, 1024)
+    assert (half.exact_nodes, half.exact_depth, half.row_sizes[-1]) == (256, 64, 1024)
     cpu = CpuBackend(model, probed=False).capabilities
     assert cpu == Capabilities("cpu", cpu.kernels)
     assert cpu.kernels

@@ -26,8 +26,8 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
 from lookahead.engine.settings import RequestSettings
 
-PAPER = LookaheadConfig.paper(30, 8, 30)
-"""210 window nodes."""
+PAPER = LookaheadConfig.paper(40, 8, 40)
+"""280 window nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def half() -> GraphBackend:
 
 
 def test_the_limits_of_a_backend(half: GraphBackend) -> None:
-    assert (half.capabilities.exact_nodes, half.capabilities.exact_depth) == (128, 16)
+    assert (half.capabilities.exact_nodes, half.capabilities.exact_depth) == (256, 64)
     for backend in (
         GraphBackend(tiny("Llama")),
         GraphBackend(tiny("Llama").to(torch.bfloat16), invariant=False),
@@ -50,26 +50,26 @@ def test_the_limits_of_a_backend(half: GraphBackend) -> None:
     ("config", "budget", "deepest", "said"),
     [
         (LookaheadConfig(), 128, 16, None),
-        (LookaheadConfig(suffix_length=32), 128, 16, "the depth of draft tokens from 32 to 16"),
-        (LookaheadConfig(suffix_length=64), 128, 16, "the depth of draft tokens from 64 to 16"),
-        (LookaheadConfig(budget=256), 128, 16, "the budget from 256 to 128 tokens"),
+        (LookaheadConfig(suffix_length=64), 128, 64, None),
+        (LookaheadConfig(suffix_length=80), 128, 64, "the depth of draft tokens from 80 to 64"),
+        (LookaheadConfig(budget=300), 256, 16, "the budget from 300 to 256 tokens"),
         (
-            LookaheadConfig(budget=200, suffix_length=40),
-            128,
-            16,
-            "the budget from 200 to 128 tokens and the depth of draft tokens from 40",
+            LookaheadConfig(budget=300, suffix_length=80),
+            256,
+            64,
+            "the budget from 300 to 256 tokens and the depth of draft tokens from 80",
         ),
-        (LookaheadConfig.paper(15, 5, 15), 121, 16, None),  # its window is deeper than 16, its guesses are not
-        (LookaheadConfig.paper(15, 5, 30), 128, 16, "the budget from 181 to 128"),
-        (LookaheadConfig.paper(5, 20, 2), 128, 16, "the depth of draft tokens from 19 to 16"),
-        (LookaheadConfig.jacobi(16), 17, 16, None),
+        (LookaheadConfig.paper(15, 5, 15), 121, 16, None),
+        (LookaheadConfig.paper(30, 8, 30), 256, 16, "the budget from 421 to 256"),
+        (LookaheadConfig.paper(2, 70, 1), 208, 64, "the depth of draft tokens from 69 to 64"),
+        (LookaheadConfig.jacobi(64), 65, 64, None),
         (
-            LookaheadConfig.jacobi(40),
-            17,
-            16,
-            "the budget from 41 to 17 tokens and the depth of draft tokens from 40 to 16",
+            LookaheadConfig.jacobi(80),
+            65,
+            64,
+            "the budget from 81 to 65 tokens and the depth of draft tokens from 80 to 64",
         ),
-        (LookaheadConfig(budget=256, exact=False), 256, 16, None),
+        (LookaheadConfig(budget=300, exact=False), 300, 16, None),
     ],
 )
 def test_a_config_is_fitted_with_one_line(
@@ -85,14 +85,14 @@ def test_a_config_is_fitted_with_one_line(
 
 
 def test_a_window_that_does_not_fit_is_refused_with_the_nearest(half: GraphBackend) -> None:
-    with pytest.raises(ValueError, match=r"window=30 with ngram=8 fills 210 .* exact up to 128 .* window=18"):
+    with pytest.raises(ValueError, match=r"window=40 with ngram=8 fills 280 .* exact up to 256 .* window=36"):
         exact_config(PAPER, half)
-    assert exact_config(LookaheadConfig.paper(18, 8, 30), half).budget == 128
-    loose = LookaheadConfig.paper(30, 8, 30, exact=False)
+    assert exact_config(LookaheadConfig.paper(36, 8, 40), half).budget == 256
+    loose = LookaheadConfig.paper(40, 8, 40, exact=False)
     assert exact_config(loose, half) is loose
 
 
-@pytest.mark.parametrize("config", [LookaheadConfig(budget=256), LookaheadConfig(suffix_length=64), PAPER])
+@pytest.mark.parametrize("config", [LookaheadConfig(budget=300), LookaheadConfig(suffix_length=80), PAPER])
 def test_the_engine_takes_no_config_that_was_not_fitted(half: GraphBackend, config: LookaheadConfig) -> None:
     """Whoever forgets to fit it."""
     with pytest.raises(ValueError, match="exact"):
@@ -120,23 +120,24 @@ def test_generate_keeps_to_the_limits(
 ) -> None:
     """Every answer of a config that asks for more, and one line in the log for each such config."""
     lm = lookahead.LookaheadModel(tiny("Llama").to(torch.bfloat16), tokenizer, "tiny", backend="graph")
-    sizes, config = step_sizes(lm.backend, monkeypatch), LookaheadConfig(window=0, budget=200, suffix_length=64)  # type: ignore[arg-type]
+    sizes, config = step_sizes(lm.backend, monkeypatch), LookaheadConfig(window=0, budget=300, suffix_length=80)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, logger="lookahead"):
         for _ in range(3):
-            out = lm._answer(REPEATED, RequestSettings(config=config, max_tokens=30))
+            out = lm._answer(REPEATED, RequestSettings(config=config, max_tokens=90))
             lm.run([out])
-            assert out.request.sequence.config.budget == 128
-        with pytest.raises(ValueError, match="window=18"):
+            assert out.request.sequence.config.budget == 256
+        with pytest.raises(ValueError, match="window=36"):
             lm.generate(REPEATED, config=PAPER)
-    assert max(nodes for step in sizes for nodes, _ in step) <= 128
-    assert max(depth for step in sizes for _, depth in step) == 16
-    assert [record.message for record in caplog.records] == [
-        "note: lowered the budget from 200 to 128 tokens and the depth of draft tokens from 64 to 16: "
+    assert max(nodes for step in sizes for nodes, _ in step) <= 256
+    assert max(depth for step in sizes for _, depth in step) == 64
+    assert [record.message for record in caplog.records if record.name.startswith("lookahead")] == [
+        "note: lowered the budget from 300 to 256 tokens and the depth of draft tokens from 80 to 64: "
         "more is not exact in bfloat16 on this backend (exact=False allows it)"
     ]
     sizes.clear()
-    lm.run([lm._answer(REPEATED, RequestSettings(config=replace(config, exact=False), max_tokens=30))])
-    assert max(depth for step in sizes for _, depth in step) > 16
+    for _ in range(3):
+        lm.run([lm._answer(REPEATED, RequestSettings(config=replace(config, exact=False), max_tokens=90))])
+    assert max(depth for step in sizes for _, depth in step) > 64
 
 
 def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,7 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
         return kind
 
     monkeypatch.setattr(backend.planner, "choose_kind", note)
-    engine, loose = Engine(backend), LookaheadConfig(window=0, budget=200, exact=False)
+    engine, loose = Engine(backend), LookaheadConfig(window=0, budget=300, exact=False)
     requests = [
         Request(DecodingSequence(REPEATED, config, rules=StopRules(40)))
         for config in (loose, LookaheadConfig(), loose, without_cost(LookaheadConfig()))
@@ -173,7 +174,7 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
 def test_deep_guesses_leave_nothing_for_others_either() -> None:
     """K/V of accepted guesses that are deeper than exact ones are, are shared with inexact requests alone."""
     engine = Engine(GraphBackend(tiny("Llama").to(torch.float16)))
-    configs = (LookaheadConfig(suffix_length=64, exact=False), LookaheadConfig(exact=False), LookaheadConfig())
+    configs = (LookaheadConfig(suffix_length=80, exact=False), LookaheadConfig(exact=False), LookaheadConfig())
     requests = [Request(DecodingSequence(REPEATED, config)) for config in configs]
     for request in requests:
         engine.submit(request)
@@ -200,10 +201,10 @@ def test_the_hook_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:
     ids, options = torch.tensor([REPEATED]), {"max_new_tokens": 20, "do_sample": False}
     with caplog.at_level(logging.WARNING, logger="lookahead"):
         for _ in range(2):
-            deep = lookahead.decoding(suffix_length=64, backend="graph")
+            deep = lookahead.decoding(suffix_length=80, backend="graph")
             model.generate(ids, custom_generate=deep, **options)
-    assert [("the depth of draft tokens from 64 to 16" in record.message) for record in caplog.records] == [True]
-    with pytest.raises(ValueError, match="window=18"):
+    assert [("the depth of draft tokens from 80 to 64" in record.message) for record in caplog.records] == [True]
+    with pytest.raises(ValueError, match="window=36"):
         model.generate(ids, custom_generate=lookahead.decoding(PAPER, backend="graph"), **options)
     loose = lookahead.decoding(PAPER, exact=False, backend="graph")
     assert model.generate(ids, custom_generate=loose, **options).shape[1] > len(REPEATED)

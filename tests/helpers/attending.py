@@ -13,7 +13,7 @@ from flat import Part, random_parents, rows_of, tables_of
 
 from lookahead.backends.graph.kernels import reference
 from lookahead.backends.graph.kernels.attention import attend
-from lookahead.backends.graph.kernels.depths import order_by_depth
+from lookahead.backends.graph.kernels.paths import list_paths
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, Tiles, TileSize, Tiling, tiles_for
 from lookahead.backends.graph.kernels.workspace import Workspace
@@ -64,7 +64,7 @@ class Step:
         work = Workspace(self.device)
         work.reserve(len(self.q), len(rows.tiles), tiles, self.heads, self.kv_heads, self.q.shape[-1])
         if tiles.near_keys:
-            order_by_depth(rows, work.order, tiles, group)
+            list_paths(rows, work.paths, tiles, group)
         out = torch.full_like(self.q, float("nan")) if out is None else out
         return attend(self.q, self.keys, self.values, rows, out, work, tiles, **self.arguments(window))
 
@@ -108,8 +108,8 @@ def check_invariance(
     length: int,
     options: dict[str, Any],
     *,
-    ahead: int = 16,
-    nodes: int = 70,
+    ahead: int = 64,
+    nodes: int = 100,
     spread: float = 1,
 ) -> None:
     """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree, and against the
@@ -150,7 +150,7 @@ def check_invariance(
         return run(step, small, unsplit=small)
 
     for small in (True, False):
-        for depth in {0, 1, 2, 7, 15, ahead} & set(range(ahead + 1)):
+        for depth in {0, 1, 2, 7, 15, 16, 40, ahead} & set(range(ahead + 1)):
             node = text[depth]
             alone = lined(Part(length + depth), tree.q[node : node + 1], small)
             assert torch.equal(alone[0], in_tree[node]), depth

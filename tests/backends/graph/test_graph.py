@@ -42,7 +42,15 @@ from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.planner import LAZY_CAPTURE
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
+from lookahead.backends.graph.sizes import (
+    INVARIANT_NODES,
+    INVARIANT_ROWS,
+    MOST_NEEDED,
+    PAGE,
+    bucket,
+    needed_bucket,
+    sizes_to,
+)
 from lookahead.backends.graph.steps import CapturedStep
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams, StopRules
@@ -159,7 +167,7 @@ def test_trees_reach_past_a_full_context(device: str, plain: Plain) -> None:
     config = LookaheadConfig(window=30, ngram=8, budget=300, step_cost=None)
     (sequence,) = run(backend, [PROMPTS[2]], config, 100)
     assert sequence.output == expected
-    assert max(kind.rows for kind in backend.runner.steps.pairs) > 2 * INVARIANT_ROWS
+    assert max(kind.rows for kind in backend.runner.steps.pairs) > INVARIANT_NODES
 
 
 def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings: LookaheadConfig) -> None:
@@ -293,7 +301,8 @@ def test_buckets() -> None:
         ([0], [16], 16, 16, True, True),
         ([0], [17], 32, 32, False, True),  # two heads share keys: 17 nodes are 34 queries
         ([0], [128], 128, 128, False, True),
-        ([0], [129], 192, 192, False, False),
+        ([0], [129], 192, 192, False, True),
+        ([0], [257], 384, 384, False, False),
         ([0] * 5, [16] * 5, 96, 96, True, True),
         ([0] * 5, [16, 16, 17, 1, 1], 64, 64, True, True),  # most have few rows
         ([0] * 5, [40, 40, 40, 1, 1], 128, 128, False, True),  # most have many
@@ -773,18 +782,18 @@ def test_room_is_made_while_nobody_is_there(device: str, settings: LookaheadConf
     """Larger pages replace these, and the captured steps, which hold their address, go with them."""
     model = make("llama", device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
-    backend = GraphBackend(model, kv_tokens=4 * PAGE)
+    backend = GraphBackend(model, kv_tokens=6 * PAGE)
     assert outputs(backend, PROMPTS[:1], settings) == expected[:1]
     cache, steps = backend.kv.caches[0], dict(backend.runner.steps.pairs)
-    backend.check_room(1, 4 * PAGE - INVARIANT_ROWS)
+    backend.check_room(1, 6 * PAGE - INVARIANT_NODES)
     assert backend.kv.caches[0] is cache
     assert backend.runner.steps.pairs == steps
     slot = backend.open()
-    with pytest.raises(UnsupportedModelError, match="pages hold 256 tokens and are in use"):
+    with pytest.raises(UnsupportedModelError, match="pages hold 384 tokens and are in use"):
         backend.check_room(4, 100)
     backend.close(slot)
     backend.check_room(4, 100)
-    assert sum(backend.kv.pages) == backend.pool.pages == 4 * 4
+    assert sum(backend.kv.pages) == backend.pool.pages == 4 * 6
     assert backend.runner.steps.pairs == {}
     assert outputs(backend, PROMPTS, settings) == expected
     steps, cache = dict(backend.runner.steps.pairs), backend.kv.caches[0]
@@ -792,7 +801,7 @@ def test_room_is_made_while_nobody_is_there(device: str, settings: LookaheadConf
     backend.check_room(1, 800)  # more than the context: some models can go on
     assert backend.kv.caches[0] is cache
     backend.check_room(1, 2000)
-    assert backend.holds() >= 2000 + INVARIANT_ROWS
+    assert backend.holds() >= 2000 + INVARIANT_NODES
     again = backend.kv.caches[0]
     backend.check_room(1, 2000)
     assert backend.kv.caches[0] is again
@@ -810,7 +819,7 @@ def test_room_that_cannot_be_made(
     backend.remember(slot, [3] * 200)
     backend.close(slot)
     monkeypatch.setattr(kv, "free_bytes", lambda _: 100 * 2 * 2 * 2 * PAGE * 8 * 4)
-    with pytest.raises(UnsupportedModelError, match=r"pages for 64\d\d\d tokens need .* GiB are free"):
+    with pytest.raises(UnsupportedModelError, match=r"pages for 65\d\d\d tokens need .* GiB are free"):
         backend.check_room(10, 6300)
     assert sum(backend.kv.pages) == backend.pool.pages == 8
     assert backend.length(backend.open([3] * 200)) == 0  # the new pages are empty

@@ -32,7 +32,7 @@ from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.planner import Planner
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
+from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.support import check_supported
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
@@ -76,7 +76,7 @@ class GraphBackend:
         self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED)
         self.capabilities = Capabilities(
             "graph",
-            exact_nodes=INVARIANT_ROWS if self.invariant else None,
+            exact_nodes=INVARIANT_NODES if self.invariant else None,
             exact_depth=NEAR_KEYS if self.invariant else None,
             row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
             overlaps=self.device.type == "cuda",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, Tiling, most_split, queries_per_tile
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, ROW_SIZES, bucket, needed_bucket
+from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, ROW_SIZES, bucket, needed_bucket
 
 SHORT_PROMPT = 256
 """Prompts of up to this many tokens run in small tiles. On an H200 ten prompts of 100 tokens take 50 us of attention
@@ -124,7 +124,7 @@ def forward_kind(
             grid = Grid.UNSPLIT
         tilings.append(Tiling(size, grid))
     return ForwardKind(
-        rows, needed_bucket(rows, needed), tuple(tilings), device.invariant and largest <= INVARIANT_ROWS
+        rows, needed_bucket(rows, needed), tuple(tilings), device.invariant and largest <= INVARIANT_NODES
     )
 
 

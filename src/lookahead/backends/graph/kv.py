@@ -9,7 +9,7 @@ import torch
 
 from lookahead.backends.graph.groups import AttentionGroup
 from lookahead.backends.graph.packet import MOST_SEQUENCES
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE
+from lookahead.backends.graph.sizes import INVARIANT_NODES, INVARIANT_ROWS, PAGE
 from lookahead.kv.pages import PagePool, PagePools
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Rope
@@ -154,7 +154,7 @@ def default_tokens(groups: Sequence[AttentionGroup], context: int, most_rows: in
     free = free_bytes(like.device)
     if free is None:
         return CPU_TOKENS
-    tokens = context + INVARIANT_ROWS
+    tokens = context + INVARIANT_NODES
     useful = max(
         min(KV_SEQUENCES * -(-tokens // PAGE), WINDOW_SEQUENCES * group.most_pages(tokens, most_rows))
         for group in groups

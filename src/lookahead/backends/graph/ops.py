@@ -51,10 +51,10 @@ class Ops:
         self.finish_logits: Any = reference_layers.finish_logits
 
     def _use_kernels(self) -> None:
-        from lookahead.backends.graph.kernels import activations, attention, copies, depths, ends, heads, locate, norms
+        from lookahead.backends.graph.kernels import activations, attention, copies, ends, heads, locate, norms, paths
         from lookahead.backends.graph.kernels.workspace import Workspace
 
-        self.attend, self._depths, self._workspace = attention.attend, depths, Workspace
+        self.attend, self._paths, self._workspace = attention.attend, paths, Workspace
         self.move_accepted, self.copy_pinned = copies.move_accepted, copies.copy_pinned
         self.copy_packet, self.locate_rows = copies.copy_packet, locate.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
@@ -72,13 +72,13 @@ class Ops:
         """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.workspace`."""
         return self._workspace(self._device) if self.compiled else None
 
-    def order_by_depth(self, rows: Rows, work: Any, tiles: Any, group: int) -> None:
-        """Sort the nodes of an invariant step's trees by depth for `attend`; see `kernels.depths`.
+    def list_paths(self, rows: Rows, work: Any, tiles: Any, group: int) -> None:
+        """List the paths of an invariant step's trees for `attend`; see `kernels.paths`.
 
-        The reference implementation of `attend` needs no order.
+        The reference implementation of `attend` needs no list.
         """
         if self.compiled and tiles.near_keys:
-            self._depths.order_by_depth(rows, work.order, tiles, group)
+            self._paths.list_paths(rows, work.paths, tiles, group)
 
     @property
     def processors(self) -> int:

@@ -17,7 +17,7 @@ from lookahead.backends.graph.kinds import (
     few_rows,
     forward_kind,
 )
-from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, needed_bucket, sizes_to
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_NODES, needed_bucket, sizes_to
 
 
 def every_forward_kind(
@@ -32,7 +32,7 @@ def every_forward_kind(
     for before, rows in reversed(list(pairwise(sizes))):
         tilings = [_tilings(shape, device.processors, before + 1, rows, sequences) for shape in device.shapes]
         needed = {needed_bucket(rows, count) for count in (1, min(nodes, FEW_NEEDED + 1))}
-        exact = {device.invariant, device.invariant and budget <= INVARIANT_ROWS}
+        exact = {device.invariant, device.invariant and budget <= INVARIANT_NODES}
         for one_per_shape, count, invariant in product(product(*tilings), needed, exact):
             yield ForwardKind(rows, count, one_per_shape, invariant)
 

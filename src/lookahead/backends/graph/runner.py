@@ -27,7 +27,7 @@ from lookahead.backends.graph.preparing import (
     usual_fallbacks,
 )
 from lookahead.backends.graph.running import RunningStep, stream_of
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE
+from lookahead.backends.graph.sizes import INVARIANT_NODES, INVARIANT_ROWS, MOST_NEEDED, PAGE
 from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.targets_packet import StepPacket
@@ -56,7 +56,7 @@ class Runner:
         self.device, self._context, self._drop_pages = like.device, context, drop_pages
         self._ops, self._products = Ops(self.device), products_of(self.device, like.dtype, invariant)
         model = GraphModel(decoder, self._ops, self._products, drop_pages=drop_pages)
-        self._pass_rows = max(most_rows, INVARIANT_ROWS)  # rows that may follow a sequence's cached tokens
+        self._pass_rows = max(most_rows, INVARIANT_NODES)  # rows that may follow a sequence's cached tokens
         buffers = Buffers(model, self._ops, most_rows)
         if kv_tokens is None:
             kv_tokens = default_tokens(model.groups, longest_text(context), self._pass_rows, like)
@@ -201,7 +201,7 @@ class Runner:
     def missing_pages(self, sequences: int, tokens: int) -> list[int]:
         """The pages that each group needs for `sequences` sequences of `tokens` tokens at once. Empty if there are
         enough."""
-        longest = tokens + INVARIANT_ROWS
+        longest = tokens + INVARIANT_NODES
         needs = [sequences * group.most_pages(longest, self._pass_rows) for group in self.kv.groups]
         enough = all(map(int.__le__, needs, self.kv.pages)) and longest <= self.kv.longest * PAGE
         return [] if enough else needs

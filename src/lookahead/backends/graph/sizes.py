@@ -14,8 +14,9 @@ MOST_NEEDED = 512
 FEW_NEEDED = 64
 """Larger steps that need at most this many rows compute only this many rows of logits: they are mostly prompt."""
 INVARIANT_ROWS = 128
-"""The number of rows whose matrix products define the bits of all other sizes (see `products`), and the maximum number
-of nodes of a tree in an invariant step."""
+"""The number of rows whose matrix products define the bits of all other sizes (see `products`)."""
+INVARIANT_NODES = 256
+"""Maximum number of nodes of a tree in an invariant step."""
 
 
 def bucket(rows: int) -> int:

@@ -136,7 +136,7 @@ class Buffers:
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self._top_work: dict[int, Any] = {}
         work = new_work(ops, model.shapes, most_rows)
-        self.work = [work if work is None else work.with_own_order() for _ in model.groups]
+        self.work = [work if work is None else work.with_own_paths() for _ in model.groups]
 
     def rows(self, name: str, width: int) -> torch.Tensor:
         """The buffer of this name as [rows of the largest step, width]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from attending import Step, check_invariance, parts_of
 from flat import Part, rows_of, tables_of
 from marks import slow_interpreted
 
-from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
+from lookahead.backends.graph.kernels.paths import list_paths, list_size, most_blocks_of, most_nodes_of, most_paths_of
 from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Grid, HeadShape, Tiles, TileSize, Tiling, tiles_for
 from lookahead.backends.graph.kernels.workspace import Workspace
+from lookahead.backends.graph.records import Tile
+from lookahead.backends.graph.sizes import PAGE
 
 DTYPES = [
     torch.float32,
@@ -166,39 +169,48 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     check_invariance(device, dtype, HeadShape(heads, kv_heads, dim), length, {"window": window}, spread=spread)
 
 
-def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
-    """Two tiles, of eight tokens each. The first sees no later node, the second few earlier ones. A chunk's tile has no
-    nodes."""
-    parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
-    count, tiles = len(parents), Tiles(16, 64, 1, near_keys=16)
-    parts = [Part(65, 5, parents)]
-    rows = rows_of(parts, tables_of(parts, device)[0], (2, 16))
-    most = most_nodes_of(len(rows.positions))
-    size = order_size(most, tiles, 2)
-    order = torch.full((3, size), 99, dtype=torch.int32, device=device)
-    order_by_depth(rows, order, tiles, 2)
-    assert rows.counts[0] == 3
-    assert order[0, 0] == 0
-    expected = [[[1, 2, 4, 7], [3, 6], [5]], [[8, 9, 14], [10, 11, 12], [13]]]
-    for block, (used, *cells) in enumerate(order[1:].tolist()):
-        assert used == 48
-        nodes = [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
-        assert cells[:48] == [int(rows.cells[5 + node]) if node >= 0 else -1 for node in nodes]
-        assert cells[16 * most : 16 * most + 3] == [1, 2, 3]
-        # A token's sights are the cells of its own path, but for the root.
-        words = cells[17 * most :]
-        for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
-            sight = words[local * (most // 4 + 1)].to_bytes(4, "little", signed=True)
-            seen = {nodes[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
+@pytest.mark.parametrize("length", [65, 76, 79, 80])
+def test_every_token_is_led_along_its_own_path(device: torch.device, length: int) -> None:
+    """In each block of 16 positions, from the root's on, the cells of a token's path are its text's, its ancestors' and
+    its own. Tokens that share a path list it once. A chunk's tile has no paths."""
+    rng = random.Random(length)
+    parents = [-1, *range(20), *(rng.randrange(max(0, i - 9), i) for i in range(21, 40))]
+    tiles, group = Tiles(16, 64, 1, near_keys=64), 2
+    parts = [Part(length, 5, parents), Part(9)]
+    tables = tables_of(parts, device)[0]
+    rows = rows_of(parts, tables, (group, 16))
+    nodes = most_nodes_of(len(rows.positions))
+    most, blocks = most_paths_of(nodes), most_blocks_of(nodes)
+    lists = torch.full((len(rows.tiles), list_size(nodes, tiles, group)), 99, dtype=torch.int32, device=device)
+    list_paths(rows, lists, tiles, group)
+    real = rows.tiles[: int(rows.counts[0])].tolist()
+    trees = [index for index, tile in enumerate(real) if tile[Tile.IS_TREE] and tile[Tile.ROWS] > 1]
+    assert [index for index in range(len(real)) if lists[index, 0] > 0] == trees
+    end, table = length + 5, tables[0].tolist()
+    for tile, used, *numbers in ((index, *lists[index].tolist()) for index in trees):
+        cells, bases = numbers[:used], numbers[16 * most : 16 * most + used // 64]
+        tokens = range(8 * trees.index(tile), min(8 * trees.index(tile) + 8, len(parents)))
+        listed = set()
+        for local, token in enumerate(tokens):
             path = [token]
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])
-            assert seen == set(path) - {0}
+            indices = [*range(end), *(end + node for node in reversed(path))]  # by position
+            for number in range(len(indices[:-1]) // 16 - end // 16 + 1):
+                at = 16 * (end // 16 + number)
+                its_path = numbers[16 * most + most // 4 + local * blocks + number]
+                assert bases[its_path // 4] == at
+                seen = indices[at : at + 16]
+                expected = [table[index // PAGE] * PAGE + index % PAGE for index in seen]
+                assert cells[16 * its_path :][: len(seen)] == expected
+                listed.add(its_path)
+        lengths = [16 - cells[16 * path : 16 * path + 16].count(-1) for path in range(used // 16)]
+        assert {path for path, found in enumerate(lengths) if found} == listed
 
 
 def test_the_workspace_has_room_for_all_head_shapes(device: torch.device) -> None:
     """Wide heads need more memory per query, narrow ones may have more queries. Neither takes the other's."""
-    needs = [(64, 40, Tiles(16, 64, 2), 1, 1, 512), (64, 4, Tiles(16, 64, 7, near_keys=16), 4, 2, 16)]
+    needs = [(64, 40, Tiles(16, 64, 2), 1, 1, 512), (64, 4, Tiles(16, 64, 7, near_keys=64), 4, 2, 16)]
     for order in (needs, needs[::-1]):
         work = Workspace(device)
         for need in order:
@@ -206,7 +218,7 @@ def test_the_workspace_has_room_for_all_head_shapes(device: torch.device) -> Non
         assert work.part.numel() >= 64 * 2 * 512
         assert work.top.numel() >= 64 * 4 * 8 * 2
         assert work.arrived.numel() >= 40
-        assert work.order.numel() >= 4 * order_size(64, needs[1][2], 2)
+        assert work.paths.numel() >= 4 * list_size(64, needs[1][2], 2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 2, 512), (32, 8, 128)])

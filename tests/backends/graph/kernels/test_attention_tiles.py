@@ -17,5 +17,5 @@ def test_it_times_the_tiles_in_use_and_others(
     attention_tiles.main()
     ours, other = capsys.readouterr().out.splitlines()
     assert ours.startswith("2 1 16    1 x 1       20     9 ")
-    assert "near_keys=16" in ours
+    assert "near_keys=64" in ours
     assert other.endswith("same  {'splits': 4}")

@@ -168,6 +168,33 @@ def test_scratch_may_be_larger_and_used_before() -> None:
         assert out[:, 0].tolist() == picked(logits, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_top_tokens_are_the_best_and_of_equal_ones_the_lowest(dtype: torch.dtype, strided: bool) -> None:
+    """Also of both signs, of zeros of both signs, and in rows that do not follow one another."""
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.full((6, 2176 if strided else 2111), 99.0, dtype=dtype)
+    logits = memory[:, :2111]
+    logits.copy_(torch.randn(6, 2111, generator=generator))
+    logits[1] = logits[1].mul(4).round()  # many are equal
+    logits[2] = -logits[2].abs() - 0.5
+    logits[3] = torch.where(torch.arange(2111) % 3 == 0, -0.0, torch.where(torch.arange(2111) % 3 == 1, 0.0, -1.0))
+    logits[4, 5:] = -torch.inf
+    logits[5] *= 1e-30
+    tops = top.TopWork(6, 2111, 8, DEVICE)
+    out = torch.full((6, 17), -1, dtype=torch.int32, device=DEVICE)
+    moved = memory.to(DEVICE)[:, :2111]
+    assert moved.stride(0) == memory.shape[1]
+    top.top_tokens(moved, out, tops)
+    best = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :8].to(torch.int32)
+    found = out.cpu()
+    assert found[:, 0].tolist() == best[:, 0].tolist()
+    finite = torch.arange(8) < torch.tensor([8, 8, 8, 8, 5, 8])[:, None]
+    assert torch.equal(found[:, 1:9].where(finite, -1), best.where(finite, -1))
+    assert found[:, :9].min() >= 0
+    assert found[:, :9].max() < 2111
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_rows_of_nan_end_and_stay_in_the_vocabulary() -> None:
     """A batch's padding may have such logits."""

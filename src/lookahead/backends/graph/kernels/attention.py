@@ -22,14 +22,15 @@ Invariant steps: a token that is decoded alone finds its ancestors in the prefix
 adding its keys in another order would change bits, and in half precision soon the text. An *invariant* step
 (`Tiles.near_keys`) therefore adds every row's keys in one order:
 
-    keys      | prefix block 0 | 1 | ... | up to 16 to 31 keys before the row | the rest of the prefix, the tree |
-    programs  |  split 0       | 1 | ... |                                    |  one more, a key at a time       |
+    keys      | prefix block 0 | 1 | ... | 64 keys before the row's block of 16 positions; that block up to the row |
+    programs  |  split 0       | 1 | ... |  one more                                                                |
 
-The first part is added in blocks. Its end depends on the row's position only. It ends at a multiple of 16, because the
-matrix units add 16 keys at once, and it lies within the prefix, because no draft token is deeper than 16. The rest is
-added one key at a time, in the order of positions, so that it does not matter whether a key is in the prefix or in the
-tree. A prompt chunk's rows are treated alike: their keys are written before attention begins, so the keys before a row
-are its prefix, regardless of the pass that computed them.
+The matrix units add 16 keys at once, so the order is that of blocks of 16 positions. The first part's end, the
+*border*, depends on the row's position only, and lies within the prefix, because no draft token is deeper than 64. The
+second part may lie in the prefix, in the tree, or in both. Of a block that reaches into the tree the keys are collected
+along the row's path, each at the offset of its position (see `paths`), so that it does not matter where it is stored. A
+prompt chunk's rows are treated alike: their keys are written before attention begins, so the keys before a row are its
+prefix, regardless of the pass that computed them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.near import add_near, add_tree
+from lookahead.backends.graph.kernels.paths import LENGTH, list_size, most_blocks_of, most_nodes_of, most_paths_of
 from lookahead.backends.graph.kernels.prefix import add_all_splits, add_bounded_splits, add_split, splits_in_use
 from lookahead.backends.graph.kernels.records import load_tile
 from lookahead.backends.graph.kernels.rows import Rows
@@ -53,7 +54,7 @@ STAGGER_FROM = tl.constexpr(6)
 
 @triton.jit
 def _add_unsplit(
-    prefix_last, query, text, rows, cut, tree, by_depth, scoring,
+    prefix_last, query, text, rows, cut, tree, listed, scoring,
     HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, BOUNDED: tl.constexpr, NEAR_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,7 @@ def _add_unsplit(
                     query, text, rows, cut, scoring, HEAD, BLOCK_N, PART_N, NEAR_KEYS > 0, PAGE
                 )
         elif NEAR_KEYS > 0:
-            own_top, own_total, own_acc = add_near(query, text, rows, by_depth, scoring, HEAD, PART_N, BOUNDED, PAGE)
+            own_top, own_total, own_acc = add_near(query, text, rows, listed, scoring, HEAD, PART_N, BOUNDED, PAGE)
         elif is_tree == 1:
             own_top, own_total, own_acc = add_tree(
                 query, text, rows, tree, scoring, (own_top, own_total, own_acc), HEAD, BOUNDED, PAGE
@@ -90,7 +91,7 @@ def _add_unsplit(
 
 @triton.jit
 def _attend_tile(
-    tile, prefix_last, q, cache, step, order, sinks, out, work, scoring, sizes,
+    tile, prefix_last, q, cache, step, lists, sinks, out, work, scoring, sizes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr,
     UNSPLIT: tl.constexpr,
@@ -106,7 +107,7 @@ def _attend_tile(
     keys, values = cache
     _counts, tiles, tables, positions, cells, bits = step
     part, part_top, arrived = work
-    longest, kv_heads, splits, near_splits, words, order_size, most_nodes = sizes
+    longest, kv_heads, splits, near_splits, words, list_length, most_paths, most_blocks = sizes
     dim = tl.arange(0, DIM)
     in_head = dim < HEAD
     # 1. The tile's queries: pair i is row i // GROUP of a chunk or a tree, and head i % GROUP of the group that
@@ -119,10 +120,10 @@ def _attend_tile(
     token = tl.minimum(token, count - 1)
     row = first_row + token
     position = tl.load(positions + row)
-    # Keys before `border` are added in blocks, later ones one by one. It depends on the row's position only.
+    # Keys before `border` are the splits', later ones the last program's. It depends on the row's position only.
     border = tl.minimum(position + 1, end)
     if NEAR_KEYS > 0:
-        border = tl.minimum(tl.maximum(position - NEAR_KEYS, 0) // 16 * 16, end // 16 * 16)
+        border = tl.minimum(tl.maximum(position // LENGTH * LENGTH - NEAR_KEYS, 0), end // LENGTH * LENGTH)
     blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
     live = splits_in_use(blocks, splits, near_splits)
     if NEAR_KEYS == 0:
@@ -131,6 +132,7 @@ def _attend_tile(
         text = keys, values, table, longest, head, kv_heads
         rows = end, first_row, row, count, is_tree, token, position, border, oldest_key(position, WINDOW, CHUNK)
         cut, tree = (blocks, splits, near_splits), (cells, positions, bits, words)
+        listed = lists + tile * list_length, most_paths, most_blocks, first_pair // GROUP
         query_index = (row * kv_heads + head) * GROUP + pair % GROUP
         query = tl.load(q + query_index[:, None] * HEAD + dim[None, :], mask=in_head[None, :], other=0.0)
         # 2. This program's keys: a split of the prefix, the near keys (in the program after all splits), or with
@@ -141,8 +143,8 @@ def _attend_tile(
         own_top, own_mass, own_acc = top, mass, acc
         if UNSPLIT:
             top, mass, acc, own_top, own_mass, own_acc = _add_unsplit(
-                prefix_last, query, text, rows, cut, tree, (order + tile * order_size, most_nodes, first_pair // GROUP),
-                scoring, HEAD, BLOCK_N, PART_N, BOUNDED, NEAR_KEYS, PAGE,
+                prefix_last, query, text, rows, cut, tree, listed, scoring,
+                HEAD, BLOCK_N, PART_N, BOUNDED, NEAR_KEYS, PAGE,
             )  # fmt: skip
         elif split < splits:
             own_top, total, own_acc = add_split(
@@ -155,8 +157,7 @@ def _attend_tile(
                     )  # fmt: skip
             own_mass = tl.max(total, 1)
         elif NEAR_KEYS > 0:
-            by_depth = order + tile * order_size, most_nodes, first_pair // GROUP
-            own_top, total, own_acc = add_near(query, text, rows, by_depth, scoring, HEAD, PART_N, BOUNDED, PAGE)
+            own_top, total, own_acc = add_near(query, text, rows, listed, scoring, HEAD, PART_N, BOUNDED, PAGE)
             own_mass = tl.max(total, 1)
         # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the order
         # of the splits, and then its own. It must be the last to start: if waiting programs filled the device, it would
@@ -197,12 +198,13 @@ def _attend_tile(
 # `do_not_specialize`, so only tensors are passed in tuples.)
 @triton.jit(
     do_not_specialize=[
-        "longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes", "processors"
+        "longest", "kv_heads", "splits", "near_splits", "words", "list_length", "most_paths", "most_blocks",
+        "processors",
     ]
 )  # fmt: skip
 def _attend(
-    q, cache, step, order, sinks, out, work,
-    scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
+    q, cache, step, lists, sinks, out, work,
+    scale, longest, kv_heads, splits, near_splits, words, list_length, most_paths, most_blocks, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, NEAR_KEYS: tl.constexpr,
     PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
@@ -215,12 +217,12 @@ def _attend(
     and the number of splits that have stored them. See `attend` for the tensors.
     """
     count = tl.load(step[0])
-    sizes = longest, kv_heads, splits, near_splits, words, order_size, most_nodes
+    sizes = longest, kv_heads, splits, near_splits, words, list_length, most_paths, most_blocks
     if not UNSPLIT:
         tile = tl.program_id(1)
         if tile < count:
             _attend_tile(
-                tile, 0, q, cache, step, order, sinks, out, work, (scale, CAP), sizes,
+                tile, 0, q, cache, step, lists, sinks, out, work, (scale, CAP), sizes,
                 GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, CHUNK, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
     else:
@@ -229,7 +231,7 @@ def _attend(
         prefix_last = tl.where(many, number // processors % 2, 0)
         for tile in range(tl.program_id(1), count, tl.num_programs(1)):
             _attend_tile(
-                tile, prefix_last, q, cache, step, order, sinks, out, work, (scale, CAP), sizes,
+                tile, prefix_last, q, cache, step, lists, sinks, out, work, (scale, CAP), sizes,
                 GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, CHUNK, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
 
@@ -253,7 +255,7 @@ def attend(
 
     q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], including the step's own. A chunk's row sees its text up to
     itself; a tree's row its text before the tree, and the nodes in its bits. With `tiles.near_keys`,
-    `depths.order_by_depth` must have filled `work.order`.
+    `paths.list_paths` must have filled `work.paths`.
 
     `window`: tokens of the sliding window, 0 for none. `chunk`: tokens of an attention chunk, 0 for none; a row sees
     only keys whose position // chunk is its own. Not both are set. `softcap`: scores become
@@ -262,14 +264,15 @@ def attend(
     """
     size, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
-    group, most_nodes = heads // kv_heads, most_nodes_of(size)
+    group, nodes = heads // kv_heads, most_nodes_of(size)
     factor = scale / softcap if softcap else scale * LOG2E.value
     tiles = tiles.for_layer(dim, q.element_size(), window or chunk)
     _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
         q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.cells, rows.bits),
-        work.order, sinks, out, (work.part, work.top, work.arrived),
+        work.paths, sinks, out, (work.part, work.top, work.arrived),
         factor, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
-        rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
+        rows.bits.shape[1], list_size(nodes, tiles, group), most_paths_of(nodes), most_blocks_of(nodes),
+        tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         PART_N=tiles.part_n, WINDOW=window, CHUNK=chunk, CAP=float(softcap) * LOG2E.value, NEAR_KEYS=tiles.near_keys,
         PAGE=page, UNSPLIT=tiles.unsplit,

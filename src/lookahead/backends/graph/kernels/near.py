@@ -1,7 +1,7 @@
 """Attention sums over the keys after a tile's prefix: the keys near its rows, and the nodes of its tree.
 
-An invariant step adds them one by one, in the order of positions; other steps add a tree's nodes 32 at a time (see
-`attention`, whose `_attend_tile` documents `text` and `rows`).
+An invariant step adds them in blocks of 16 positions, along the paths of the tree; other steps add a tree's nodes 32 at
+a time (see `attention`, whose `_attend_tile` documents `text` and `rows`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.softmax import add, add_singly, load_keys, lowest_key, no_keys
+from lookahead.backends.graph.kernels.paths import LENGTH, TOGETHER
+from lookahead.backends.graph.kernels.softmax import add, load_keys, lowest_key, no_keys
 
 
 @triton.jit
@@ -41,54 +42,55 @@ def add_tree(query, text, rows, tree, scoring, sums, HEAD: tl.constexpr, BOUNDED
 
 @triton.jit
 def add_near(
-    query, text, rows, by_depth, scoring,
+    query, text, rows, listed, scoring,
     HEAD: tl.constexpr, PART_N: tl.constexpr, BOUNDED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of an invariant step's near keys, added one by one: first those from the border on, up to the
-    row itself in a chunk and up to the root in a tree; then the tree's other nodes by depth, in groups of 16 nodes of
-    one depth (see `depths`), PART_N nodes per product. `by_depth`: the tile's part of `order`, the maximum number of
-    nodes of a tree, and the tile's first token."""
+    """The partial sums of an invariant step's keys from the border on, in blocks of 16 positions: first those of the
+    text, then the paths of the tree (see `paths`), PART_N keys per product.
+
+    `listed`: the tile's list of paths, the sizes of its parts, and the tile's first token.
+    """
     keys, values, table, _longest, head, kv_heads = text
-    end, _first_row, _row, _count, is_tree, token, position, border, oldest = rows
-    order, most_nodes, first_token = by_depth
+    end, _first_row, _row, count, is_tree, token, position, border, oldest = rows
+    paths, most_paths, most_blocks, first_token = listed
     dim = tl.arange(0, query.shape[1])
     top, total, acc = no_keys(query.shape[0], query.shape[1])
-    used = tl.load(order)
-    # A token sees at most one node of a group. Its sights hold a byte per group: that node's index plus 1, or 0.
-    sights = order + 1 + 17 * most_nodes + (token - first_token) * (most_nodes // 4 + 1)
-    next_sight = tl.load(sights)
-    past_root = end + is_tree  # the root directly follows the text
+    column = tl.arange(0, PART_N)
+    ones = tl.full([PART_N, 8], 1.0, values.dtype.element_ty)
+    used = tl.load(paths)
+    # 1. The text: all of a chunk; up to the root's block in a tree; with the root, if it is alone.
+    past = tl.where(is_tree == 0, tl.minimum(end, tl.max(position, 0) + 1), end // LENGTH * LENGTH)
+    past = tl.where((is_tree == 1) & (count == 1), end + 1, past)
     lowest = lowest_key(oldest, BOUNDED)
     first = tl.min(border, 0)
     if BOUNDED:
-        first = tl.maximum(first, lowest // 16 * 16)
-    for key0 in range(first, tl.minimum(past_root, tl.max(position, 0) + 1), 16):
+        first = tl.maximum(first, lowest)
+    at = column[:, None] * HEAD + dim[None, :]
+    for key0 in range(first // PART_N * PART_N, past, PART_N):
         base = ((tl.load(table + key0 // PAGE).to(tl.int64) * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
-        key = key0 + tl.arange(0, 16)
-        there = key < past_root
+        key = key0 + column
+        there = key < past
         if BOUNDED:
             there = there & (key >= lowest)
-        at = tl.arange(0, 16)[:, None] * HEAD + dim[None, :]
         k, v = load_keys(keys + base, values + base, at, there, HEAD)
         seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
         if BOUNDED:
             seen = seen & (key[None, :] >= oldest[:, None])
-        top, total, acc = add_singly(query, k, v, scoring, seen, (top, total, acc))
-    column = tl.arange(0, PART_N)
-    ones = tl.full([PART_N, 8], 1.0, values.dtype.element_ty)
-    byte_shift, own_sight = 8 * (column // 16), column % 16 + 1
-    for first_index in range(0, used, PART_N):
-        sight = next_sight >> (first_index % 64 // 2)
-        next_sight = tl.load(sights + (first_index + PART_N) // 64)
-        there = first_index + column < used
-        cell = tl.load(order + 1 + first_index + column, mask=there, other=-1).to(tl.int64)
+        top, total, acc = add(query, k, v, ones, scoring, seen, (top, total, acc), True, True)
+    # 2. The paths. The keys of a product are of paths through one block. A row sees one of these, up to itself.
+    bases = paths + 1 + LENGTH * most_paths
+    path_of = bases + most_paths // TOGETHER + (token - first_token) * most_blocks
+    for index in range(0, used, PART_N):
+        start = tl.load(bases + index // (LENGTH * TOGETHER))
+        its_path = tl.load(path_of + start // LENGTH - end // LENGTH)
+        cell = tl.load(paths + 1 + index + column).to(tl.int64)
         there = cell >= 0
         cell = tl.maximum(cell, 0)
-        at = ((cell // PAGE * kv_heads + head) * PAGE + cell % PAGE)[:, None] * HEAD + dim[None, :]
-        k, v = load_keys(keys, values, at, there, HEAD)
-        seen = ((sight[:, None] >> byte_shift[None, :]) & 255) == own_sight[None, :]
+        offset = ((cell // PAGE * kv_heads + head) * PAGE + cell % PAGE)[:, None] * HEAD + dim[None, :]
+        k, v = load_keys(keys, values, offset, there, HEAD)
+        key = start + column % LENGTH
+        seen = (its_path[:, None] == (index + column)[None, :] // LENGTH) & (key[None, :] <= position[:, None])
         if BOUNDED:
-            depth = tl.load(order + 1 + 16 * most_nodes + (first_index + column) // 16, mask=there, other=0)
-            seen = seen & (end + depth[None, :] >= oldest[:, None])
+            seen = seen & (key[None, :] >= oldest[:, None])
         top, total, acc = add(query, k, v, ones, scoring, seen, (top, total, acc), True, True)
     return top, total, acc

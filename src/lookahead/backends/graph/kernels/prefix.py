@@ -50,7 +50,7 @@ def add_split(
     """The partial sums of one split: its blocks of keys before the border. `text`, `rows` and `cut`: see
     `attention._attend_tile`.
 
-    A block entirely before the border needs no mask, unless rows are BOUNDED.
+    A block entirely before the border needs no mask, unless keys before it are out of a row's sight.
     """
     keys, values, table, longest, head, kv_heads = text
     end, _first_row, _row, _count, _is_tree, _token, _position, border, oldest = rows
@@ -63,7 +63,9 @@ def add_split(
     near = _near_blocks(split, near_splits)
     lowest = lowest_key(oldest, BOUNDED)
     first = _blocks_below(lowest // BLOCK_N, split, near, splits, near_splits) if BOUNDED else 0
-    masked = first if BOUNDED else _blocks_below(tl.min(border, 0) // BLOCK_N, split, near, splits, near_splits)
+    masked = _blocks_below(tl.min(border, 0) // BLOCK_N, split, near, splits, near_splits)
+    if BOUNDED:
+        masked = tl.where(tl.max(oldest, 0) == 0, masked, first)
     at = tl.arange(0, BLOCK_N)[:, None] * HEAD + dim[None, :]
     # A block's page is looked up one block ahead, so that the lookup does not delay the loads of its keys.
     key0 = _block(first, split, near, splits, near_splits) * BLOCK_N

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lookahead.backends.graph.kernels.projections import Projections
-from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.rows import PATH, Rows
 from lookahead.backends.graph.records import SequenceRecord
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.models.reference import head_norm
@@ -24,11 +24,14 @@ def locate_rows(rows: Rows) -> None:
     node = row - root
     seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
     depth = torch.full_like(row, -1)
+    ancestors = torch.zeros(size, PATH, dtype=torch.int64, device=like.device)
+    steps = torch.arange(PATH, device=like.device)
     at = torch.where(used & (node >= 0), node, -1)
     while (climbing := at >= 0).any():
         above = at.clamp_min(0)
         seen.scatter_add_(1, above[:, None], climbing.long()[:, None])
         depth += climbing
+        ancestors = torch.where(climbing[:, None] & (steps == depth[:, None]), above[:, None], ancestors)
         at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
     index = length + chunk + node
     pages = rows.tables[slot, torch.where(used, index // page, 0)].long()
@@ -39,6 +42,12 @@ def locate_rows(rows: Rows) -> None:
     rows.cells.copy_(torch.where(used, pages * page + index % page, row % page))
     weights = 1 << torch.arange(32, device=like.device)
     rows.bits.copy_((seen.view(size, words, 32) * weights).sum(-1).to(torch.int32))
+    index = (length + chunk)[:, None] + torch.where(steps <= depth[:, None], ancestors, depth[:, None] - steps)
+    at = position[:, None] % PATH - steps
+    is_path = (used & (node >= 0))[:, None] & (at >= 0)
+    pages = rows.tables[slot[:, None], torch.where(is_path, index // page, 0)].long()
+    cells = torch.where(is_path, pages * page + index % page, -1)
+    rows.paths.scatter_(1, at % PATH, cells.to(torch.int32))
 
 
 def norm_heads(qkv: torch.Tensor, projections: Projections, out: torch.Tensor) -> torch.Tensor:

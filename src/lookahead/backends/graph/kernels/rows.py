@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+PATH = 16
+"""Positions per path: attention adds keys in blocks of this many positions, which the matrix units add at once."""
+
 
 @dataclass(slots=True)
 class Rows:
@@ -14,9 +17,10 @@ class Rows:
     counts [2], sequences [B, 5], tiles [T, 6], sequence_of [R], parents [R] come with the packet (see `packet.Packet`).
     tables [slots, longest]: the page tables (see `kv.PagedKV`). shifts [slots]: what the sequence in a slot adds to its
     positions, or None if all add 0.
-    positions [R], rotary [R], cells [R], bits [R, words] are computed by `locate_rows`: a row's position in its text,
-    the position that is encoded, the cell of its K/V, and the nodes of its tree that it attends to (bit j % 32 of
-    word j // 32 for node j). rotary is positions itself without shifts, else positions plus shift, from 0 to
+    positions [R], rotary [R], cells [R], bits [R, words], paths [R, 16] are computed by `locate_rows`: a row's position
+    in its text, the position that is encoded, the cell of its K/V, the nodes of its tree that it attends to (bit j % 32
+    of word j // 32 for node j), and for a tree's row the cells of the positions that it sees in its own block of 16
+    positions, with -1 after its own. rotary is positions itself without shifts, else positions plus shift, from 0 to
     `furthest`.
     """
 
@@ -29,6 +33,7 @@ class Rows:
     positions: torch.Tensor
     cells: torch.Tensor
     bits: torch.Tensor
+    paths: torch.Tensor
     rotary: torch.Tensor
     shifts: torch.Tensor | None = None
     furthest: int = 0
@@ -65,6 +70,7 @@ def new_rows(
         positions=positions,
         cells=torch.zeros_like(like),
         bits=like.new_zeros(size, (most_nodes + 31) // 32),
+        paths=like.new_full((size, PATH), -1),
         rotary=positions if shifts is None else torch.zeros_like(like),
         shifts=shifts,
         furthest=furthest,

@@ -1,5 +1,4 @@
-"""The building blocks of online softmax for `attention`: load keys, add a block of them, add them one by one, join two
-partial sums.
+"""The building blocks of online softmax for `attention`: load keys, add a block of them, join two partial sums.
 
 A partial sum of M queries is a tuple of a maximum [M], a sum of weights and a weighted sum of values [M, D].
 """
@@ -131,25 +130,6 @@ def add(q, k, v, ones, scoring, seen, sums, MASKED: tl.constexpr, EXACT: tl.cons
     top, p, shrink = _weigh(q, k, scoring, seen, top, MASKED, EXACT)
     total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
-    return top, total, acc
-
-
-@triton.jit
-def add_singly(q, k, v, scoring, seen, sums):
-    """As `add`, for 16 keys that are added one after the other. k, v [16, D].
-
-    Matrix units add the products of 16 keys at once. So each key gets its own product, with the other 15 weights zero.
-    Then a row's sum depends on its keys and their order, not on their offsets.
-    """
-    top, total, acc = sums
-    top, p, shrink = _weigh(q, k, scoring, seen, top, True, True)
-    total = total * shrink[:, None]
-    acc = acc * shrink[:, None]
-    ones = tl.full([16, 8], 1.0, v.dtype)
-    for i in tl.static_range(0, 16):
-        single = tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
-        total = tl.dot(single, ones, total, input_precision="ieee")
-        acc = tl.dot(single, v, acc, input_precision="ieee")
     return top, total, acc
 
 

@@ -11,8 +11,9 @@ from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
-NEAR_KEYS = 16
-"""In an invariant step, keys nearer to a row than this are added one by one. No draft token is deeper in a tree."""
+NEAR_KEYS = 64
+"""In an invariant step, this many keys before a row's block of 16 positions are added with that block, apart from the
+prefix (see `attention`). No draft token is deeper in a tree."""
 
 NEAR_BLOCKS = 32
 """The first this many blocks of keys are shared by the first `Tiles.near_splits` splits; later ones by all splits."""
@@ -78,7 +79,7 @@ class Tiles:
     block_m, block_n: queries per program and keys per block. part_n: keys per product of an `unsplit` program, and
     nodes of an invariant step's tree per product; it divides a block. splits: programs that share a prefix.
     near_splits: programs that share its first `NEAR_BLOCKS` blocks, 0 for all; few are joined sooner, many read a long
-    context faster. near_keys: keys nearer to a row than this are added one by one, by a separate program unless
+    context faster. near_keys: the last keys of a row, at least this many, are added by a separate program unless
     `unsplit`; 0 if the step is not invariant. unsplit: one program handles all splits of a tile. programs: tiles that
     run at a time; there are no more tiles than that unless `unsplit`. processors: the device's multiprocessors. warps,
     stages, registers (maximum per thread): for Triton's compiler.

@@ -31,12 +31,26 @@ def _pieces(logits, values, ids, sums, stride, vocabulary, pieces, TOP: tl.const
     at = row * pieces + piece
     tl.store(sums + at * 2, top)
     tl.store(sums + at * 2 + 1, tl.sum(tl.exp(x - safe), 0))
-    for i in tl.static_range(TOP):
-        best = tl.max(x, 0)
-        where = tl.min(tl.where(x == best, column, 2147483647), 0)
-        tl.store(values + at * TOP + i, best)
-        tl.store(ids + at * TOP + i, where)
-        x = tl.where(column == where, float("-inf"), x)
+    if logits.dtype.element_ty == tl.bfloat16:
+        # The 16 bits of a logit, in the order of its value, and the rank of its column below them: one number, whose
+        # maximum is found faster than that of two. No two are equal.
+        bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True) >> 16  # zeros of both signs are equal
+        key = tl.where(bits < 0, bits ^ 0x7FFF, bits) * BLOCK + (BLOCK - 1 - tl.arange(0, BLOCK))
+        for i in tl.static_range(TOP):
+            best = tl.max(key, 0)
+            rank = best & (BLOCK - 1)
+            ordered = (best - rank) // BLOCK
+            value = tl.where(ordered < 0, ordered ^ 0x7FFF, ordered) << 16
+            tl.store(values + at * TOP + i, value.to(tl.float32, bitcast=True))
+            tl.store(ids + at * TOP + i, tl.minimum(piece * BLOCK + BLOCK - 1 - rank, vocabulary - 1))
+            key = tl.where(key == best, -2147483648, key)
+    else:
+        for i in tl.static_range(TOP):
+            best = tl.max(x, 0)
+            where = tl.min(tl.where(x == best, column, 2147483647), 0)
+            tl.store(values + at * TOP + i, best)
+            tl.store(ids + at * TOP + i, where)
+            x = tl.where(column == where, float("-inf"), x)
 
 
 @triton.jit

@@ -7,12 +7,12 @@ import copy
 import torch
 import triton
 
-from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
+from lookahead.backends.graph.kernels.paths import list_size, most_nodes_of
 from lookahead.backends.graph.kernels.tiles import Tiles
 
 
 class Workspace:
-    """Memory for the partial sums of splits, a counter of splits per tile and head, and the order of tree nodes.
+    """Memory for the partial sums of splits, a counter of splits per tile and head, and lists of paths.
 
     One workspace serves all layers and all captured steps, which never run at the same time. It must be large enough
     for the largest of them from the start: a captured graph keeps writing to the memory it was captured with. `part`
@@ -23,12 +23,12 @@ class Workspace:
         self.part = torch.empty(0, dtype=torch.float32, device=device)
         self.top = torch.empty(0, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        self.order = torch.zeros(1, dtype=torch.int32, device=device)
+        self.paths = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def with_own_order(self) -> Workspace:
-        """The same memory with a separate `order`, for an attention group with its own pages."""
+    def with_own_paths(self) -> Workspace:
+        """The same memory with separate `paths`, for an attention group with its own pages."""
         other = copy.copy(self)
-        other.order = torch.zeros_like(self.order)
+        other.paths = torch.zeros_like(self.paths)
         return other
 
     def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
@@ -42,8 +42,8 @@ class Workspace:
         self.top = _at_least(self.top, sums * 2)
         self.arrived = _at_least(self.arrived, most_tiles * kv_heads)
         if tiles.near_keys:
-            size = order_size(most_nodes_of(rows), tiles, heads // kv_heads)
-            self.order = _at_least(self.order, most_tiles * size)
+            size = list_size(most_nodes_of(rows), tiles, heads // kv_heads)
+            self.paths = _at_least(self.paths, most_tiles * size)
 
 
 def _at_least(memory: torch.Tensor, size: int) -> torch.Tensor:

@@ -113,8 +113,8 @@ def plan_group(group: AttentionGroup, number: int, step: StepContext, ops: Ops) 
     """The work of a group once per pass, before its layers: commit the previous step, and locate this step's rows.
 
     The commit moves the K/V of accepted nodes next to their prefix, in all layers with one launch. Locating computes
-    the rows' positions, cells and ancestors. In an invariant step attention sums the nodes of a tree by depth, so they
-    are sorted here once for all layers.
+    the rows' positions, cells and ancestors. In an invariant step attention reads a tree along its paths, which are
+    listed here once for all layers.
     """
     rows, tiles, work, views = step.rows[number], step.tiles[number], step.work[number], step.views
 
@@ -123,6 +123,6 @@ def plan_group(group: AttentionGroup, number: int, step: StepContext, ops: Ops) 
 
     def locate() -> None:
         ops.locate_rows(rows)
-        ops.order_by_depth(rows, work, tiles, group.shape.group)
+        ops.list_paths(rows, work, tiles, group.shape.group)
 
     return commit, locate
