@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pictures import model_of
 from transformers import BertConfig, BertLMHeadModel
 
 import lookahead
 from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.probe import probe
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.read import read
 
 CpuBackend = pytest.importorskip("lookahead.backends.cpu.backend", reason="needs onnxruntime").CpuBackend
 
@@ -66,6 +71,32 @@ def test_a_model_the_cpu_backend_does_not_know(bert: Any, make_model: Any) -> No
         assert len(lines) == 1
         assert why in lines[0]
         assert lines[0].endswith("the eager backend runs it")
+
+
+def test_a_model_whose_prompts_are_not_causal(tokenizer: Any) -> None:
+    """PaliGemma's own forward pass has to run them, which `load` does not call: no backend runs it otherwise."""
+    model = model_of("paligemma")
+    with pytest.raises(UnsupportedModelError, match="cpu backend does not run this model: the tokens of its prompts"):
+        make_backend(model, "cpu")
+    with pytest.raises(UnsupportedModelError, match=r"the tokens of its prompts see each other; use model\.generate"):
+        make_backend(model, "graph")
+    lines: list[str] = []
+    with pytest.raises(UnsupportedModelError, match="attention that is not causal"):
+        make_backend(model, "auto", lines.append)
+    assert "the tokens of its prompts see each other; the eager backend" in lines[0]
+    with pytest.raises(UnsupportedModelError):
+        lookahead.load((model, tokenizer))
+
+
+def test_the_probe_after_a_prompt_of_the_model_itself() -> None:
+    """The description is compared with the model on what follows its prompt."""
+    model = model_of("paligemma2")
+    described = read(model, "graph")
+    for description, fits in ((described, True), (replace(described, logit_softcap=2.0), False)):
+        backend = GraphBackend(model, description=description, adopts_prompts=True)
+        assert not backend.capabilities.runs_prompts
+        with nullcontext() if fits else pytest.raises(UnsupportedModelError, match="other logits than the tokens"):
+            probe(backend)
 
 
 def test_without_onnxruntime_one_line_says_what_is_missed(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

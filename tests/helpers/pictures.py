@@ -241,6 +241,7 @@ QWEN_TOKENS = {
 QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": PATCH}
 LLAMA = {"model_type": "llama", **TEXT}
 QWEN2 = {"model_type": "qwen2", **TEXT}
+GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "final_logit_softcapping": 3.0}
 KOSMOS = {
     "vocab_size": VOCABULARY,
     "embed_dim": 32,
@@ -425,6 +426,20 @@ FAMILIES = {
         },
         partial(square, count=4, side=8),
         lambda ids, rows: {"token_type_ids": torch.zeros_like(ids)},
+    ),
+    "paligemma2": Family(
+        "PaliGemma",
+        {
+            "image_token_index": IMAGE,
+            "projection_dim": 32,
+            "hidden_size": 32,
+            "vocab_size": VOCABULARY,
+            "tie_word_embeddings": False,
+            "text_config": {"model_type": "gemma2", **TEXT, **GEMMA2},
+            "vision_config": {"model_type": "siglip_vision_model", **VISION, "image_size": 8, "vision_use_head": False},
+        },
+        partial(square, count=4, side=8),
+        lambda ids, rows: {"token_type_ids": torch.zeros_like(ids), "labels": torch.full_like(ids, -100)},
     ),
     "idefics2": Family(
         "Idefics2",
@@ -653,6 +668,7 @@ SEEDS = {
     "gemma3": 30,
     "llama4": 4,
     "paligemma": 26,
+    "paligemma2": 10,
     "idefics2": 12,
     "aya_vision": 2,
     "pixtral": 13,

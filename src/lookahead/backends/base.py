@@ -94,7 +94,8 @@ class Capabilities:
     a separate pass; without, it has just the rows of all inputs. `row_sizes` are the captured numbers of rows, in
     ascending order: a pass takes the time of the next larger size, and a full budget takes hardly longer than a single
     token. Empty where a pass is not padded to a size. `prompt_chunk` is the maximum number of prompt tokens of one
-    sequence in a pass; None where only the pass's rows limit it.
+    sequence in a pass; None where only the pass's rows limit it. Without `runs_prompts` a sequence has to begin with
+    adopted K/V: only the model's own forward pass runs its prompts (see `Decoder.causal_prompt`).
 
     `overlaps`: the device runs asynchronously, so that the next step may begin before the host has handled the results
     of the last one. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run every
@@ -110,6 +111,7 @@ class Capabilities:
     pads: bool = False
     row_sizes: tuple[int, ...] = ()
     prompt_chunk: int | None = None
+    runs_prompts: bool = True
     overlaps: bool = False
     draws_noise: bool = False
     ranks: int = 1

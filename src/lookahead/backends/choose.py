@@ -92,18 +92,20 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
     return CpuBackend(model, int8=int8, description=description)
 
 
-def graph_backend(model: Any, *, capture_after: int = 0, drop_pages: bool = True) -> Backend:
+def graph_backend(
+    model: Any, *, capture_after: int = 0, drop_pages: bool = True, adopts_prompts: bool = False
+) -> Backend:
     """Create and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run, and if its
     kernels do not compile.
 
-    `capture_after` and `drop_pages`: see `GraphBackend`.
+    `capture_after`, `drop_pages` and `adopts_prompts`: see `GraphBackend`.
     """
     from lookahead.backends.graph.backend import GraphBackend
 
     if input_device(model).type == "cuda":
         check_triton()
     with clear_errors(input_device(model), "the graph backend"):
-        backend = GraphBackend(model, capture_after=capture_after, drop_pages=drop_pages)
+        backend = GraphBackend(model, capture_after=capture_after, drop_pages=drop_pages, adopts_prompts=adopts_prompts)
         backend.compile_kernels()
         probe(backend)
     return backend

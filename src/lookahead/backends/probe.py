@@ -25,7 +25,8 @@ def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
     A model that ignores the mask, the positions or the cache gives other logits, and is refused. The prefix has 3
     tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. The model's own logits are computed
     twice: in one pass over the full path, and in one pass per token, as in `generate`, since a forward hook may depend
-    on the length of a pass. A model with such a hook is also tested on trees of these `lengths`.
+    on the length of a pass. A model with such a hook is also tested on trees of these `lengths`. Where only the model
+    runs prompts, it runs the prefix, and the rest one by one.
     """
     model, patch = backend.model, patch_of(backend.model.modules())
     *prefix, root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)
@@ -38,9 +39,14 @@ def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
     except FAILURES as error:
         raise refusal(model, f"its forward pass fails on a tree of tokens ({first_line(error)})") from error
     paths = ([root], [root, decoy], [root, child], straight)
-    in_a_row = [_plain_logits(model, prefix + path, backend.device) for path in paths[1:]]
+    prompt = [*prefix, root] if backend.capabilities.runs_prompts else prefix
+    if backend.capabilities.runs_prompts:
+        in_a_row = [_plain_logits(model, prefix + path, backend.device) for path in paths[1:]]
+    else:
+        in_a_row = [_one_by_one(model, prefix, path, backend.device)[0][-1] for path in paths[1:]]
     try:
-        (first, *one_by_one), _ = _one_by_one(model, [*prefix, root], [child, grandchild], backend.device)
+        own_logits, _ = _one_by_one(model, prompt, [*prefix, *straight][len(prompt) :], backend.device)
+        first, *one_by_one = own_logits[-3:]
     except FAILURES as error:
         raise refusal(model, f"its own pass over a new token fails ({first_line(error)})") from error
     # 2. Compare them. In half precision the model's kernels for one token round differently from those for several.
@@ -145,11 +151,15 @@ def distance_of(backend: Backend, ours: torch.Tensor, own: torch.Tensor, alone: 
     return distance
 
 
+PREFIX = 3
+"""Tokens of the probe's prefix."""
+
+
 def probe_tokens(model: Any, vocab: int) -> list[int]:
-    """Seven tokens across the vocabulary, none of them named in the config: an image placeholder is not text."""
+    """The probe's tokens, across the vocabulary, none of them named in the config: an image placeholder is not text."""
     named = {value for key, value in _flat(model.config.to_dict()) if key.endswith(("_id", "_ids", "_index"))}
     tokens = []
-    for i in range(7):
+    for i in range(PREFIX + 4):
         token = (i + 1) * vocab // 9
         while token in named or token in tokens:
             token = (token + 1) % vocab
@@ -236,8 +246,7 @@ def _tree_logits(backend: Backend, prefix: list[int], first: TokenTree, *others:
     """
     slot = backend.open()
     try:
-        backend.step([StepInput(slot, prefix[:-1], _alone(prefix[-1]), SamplingParams(), ())])
-        backend.commit([(slot, ())])
+        _cache_prefix(backend, slot, prefix)
         layers = backend.cached(slot) if others else ()
         logits = [_logits(backend, slot, first)]
     finally:
@@ -250,6 +259,17 @@ def _tree_logits(backend: Backend, prefix: list[int], first: TokenTree, *others:
         finally:
             backend.close(slot)
     return logits
+
+
+def _cache_prefix(backend: Backend, slot: int, tokens: list[int]) -> None:
+    """Cache these tokens in a slot. Where only the model runs prompts, its own pass runs the first PREFIX of them."""
+    if not backend.capabilities.runs_prompts:
+        _, cache = _one_by_one(backend.model, tokens[:PREFIX], [], backend.device)
+        backend.adopt(slot, PREFIX, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+        tokens = tokens[PREFIX:]
+    if tokens:
+        backend.step([StepInput(slot, tokens[:-1], _alone(tokens[-1]), SamplingParams(), ())])
+        backend.commit([(slot, ())])
 
 
 def _logits(backend: Backend, slot: int, tree: TokenTree) -> torch.Tensor:

@@ -26,6 +26,7 @@ class CausalLM:
     head: str = "lm_head"
 
     def __call__(self, model: Any) -> Decoder:
+        check_causal(model.config)
         return self.read_text(model.get_submodule(self.base), model.get_submodule(self.head), model.config)
 
 

@@ -259,6 +259,9 @@ class Decoder:
     `position_embedding` [positions, hidden]. `aliases` are pairs of a token and another one whose embedding it has: a
     class may read placeholders of images as padding. The head's weight [vocabulary, hidden] may be the embedding
     itself. Logits are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
+
+    Attention is causal. Not `causal_prompt`: the tokens of a prompt may see each other, so only the model's own forward
+    pass runs prompts; what follows them is causal.
     """
 
     embedding: torch.Tensor
@@ -270,6 +273,7 @@ class Decoder:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     aliases: tuple[tuple[int, int], ...] = ()
+    causal_prompt: bool = True
 
     def __post_init__(self) -> None:
         _check_shape("head", self.head, (None, self.embedding.shape[1]))

@@ -34,6 +34,10 @@ HARMLESS = {"use_cache", "logits_to_keep", "return_dict", *OF_PICTURES}
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 """Arguments that tell images from text, which is 0."""
 
+PREFIX_TYPES = {"paligemma"}
+"""Model types whose token types tell the prefix, which is 0 and is attended bidirectionally, from what follows. Only
+the prompt's pass reads them."""
+
 UNCUT = {"mm_token_type_ids"}
 """Per-token values that some versions of transformers pass for the entire text, not only for the pass's tokens."""
 
@@ -164,7 +168,7 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
     positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
     indices = mask.sum(dim=-1).cpu()
     offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - indices).T.tolist()]
-    return Start(logits, batch, cache, offsets, has_positions, _arguments_of(inputs), input_ids, kwargs, output)
+    return Start(logits, batch, cache, offsets, has_positions, _arguments_of(model, inputs), input_ids, kwargs, output)
 
 
 def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], batch_size: int, length: int) -> Any:
@@ -179,11 +183,12 @@ def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], b
     return mask[:, :-1].bool().cpu()
 
 
-def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_of(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments common to all further passes. Per-token values must be the same for all tokens."""
     arguments: dict[str, Any] = {}
+    unread = OURS | HARMLESS | (TOKEN_TYPES if kind_of(model) in PREFIX_TYPES else set())
     for name, value in inputs.items():
-        if name in OURS or name in HARMLESS or is_empty(value):
+        if name in unread or is_empty(value):
             continue
         per_token = isinstance(value, torch.Tensor) and value.dim() == 2 and (value.shape[1] == 1 or name in UNCUT)
         if per_token and value[:, -1].unique().numel() == 1:

@@ -103,7 +103,8 @@ class Run:
         if self.facts.broken is not None:
             raise UnsupportedModelError(self.facts.broken)
         try:
-            return cast(GraphBackend, graph_backend(self.model, capture_after=LAZY_CAPTURE, drop_pages=False))
+            made = graph_backend(self.model, capture_after=LAZY_CAPTURE, drop_pages=False, adopts_prompts=True)
+            return cast(GraphBackend, made)
         except CompilerError as error:
             self.facts.broken = str(error)
             raise
@@ -134,7 +135,8 @@ class Run:
         if graph is None:
             return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
-            if is_usual(self.model) and is_plain(self.batch, self.kwargs):
+            runs_prompts = graph.capabilities.runs_prompts and is_usual(self.model)
+            if runs_prompts and is_plain(self.batch, self.kwargs):
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
                 graph.prepare_fallbacks(noise=noise is not None)

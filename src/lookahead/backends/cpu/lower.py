@@ -61,6 +61,8 @@ def check_lowers(decoder: Decoder) -> None:
         raise UnsupportedModelError(f"the cpu backend does not run this model: {reason}")
 
     weight = decoder.embedding
+    if not decoder.causal_prompt:
+        refuse("the tokens of its prompts see each other")
     if weight.device.type != "cpu":
         refuse(f"it is on {weight.device.type}")
     if weight.dtype != torch.float32:

@@ -52,6 +52,8 @@ class GraphBackend:
     it was needed this many times, and until then a larger captured step is its fallback; for callers with a single
     request, who should not wait for captures. `drop_pages=False`: layers with a sliding window keep the pages before
     it, so that `cached` can return all K/V. `description` replaces the one that the model's reader gives.
+    `adopts_prompts`: every sequence begins with K/V of the model's own forward pass (`adopt`). Only so does it run a
+    model whose prompts are not causal.
     """
 
     def __init__(
@@ -65,9 +67,15 @@ class GraphBackend:
         capture_after: int = 0,
         drop_pages: bool = True,
         description: Decoder | None = None,
+        adopts_prompts: bool = False,
     ) -> None:
         check_supported(model)
         decoder = read(model, "graph") if description is None else description
+        if not (decoder.causal_prompt or adopts_prompts):
+            raise UnsupportedModelError(
+                "the graph backend does not run this model: the tokens of its prompts see each other; "
+                "use model.generate(..., custom_generate=lookahead.decoding())"
+            )
         self.model = model
         self.device, self.dtype = decoder.embedding.device, decoder.embedding.dtype
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
@@ -79,6 +87,7 @@ class GraphBackend:
             exact_nodes=INVARIANT_NODES if self.invariant else None,
             exact_depth=NEAR_KEYS if self.invariant else None,
             row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
+            runs_prompts=decoder.causal_prompt,
             overlaps=self.device.type == "cuda",
             draws_noise=True,
         )

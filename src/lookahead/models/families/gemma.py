@@ -16,7 +16,6 @@ import torch
 from lookahead.models.families.llama import read_with_windows
 from lookahead.models.parts import (
     CausalLM,
-    check_causal,
     layer_windows,
     read_attention,
     read_feed_forward,
@@ -31,7 +30,6 @@ gemma_norm = partial(read_norm, offset=1.0, rounds_first=False)
 
 
 def read_gemma(base: Any, head: Any, config: Any) -> Decoder:
-    check_causal(config)
     described = read_with_windows(base, head, config, [None] * len(base.layers), norm=gemma_norm)
     return replace(described, embedding_scale=embedding_scale(base.embed_tokens))
 
@@ -52,7 +50,6 @@ def embedding_scale(module: Any) -> float:
 
 
 def _read(base: Any, head: Any, config: Any, ropes: Mapping[str, Rope], softcap: float | None = None) -> Decoder:
-    check_causal(config)
     blocks = []
     for layer, kind, window in zip(base.layers, config.layer_types, layer_windows(config), strict=True):
         block = Block(

@@ -14,7 +14,6 @@ from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.gemma import embedding_scale
 from lookahead.models.parts import (
     CausalLM,
-    check_causal,
     layer_windows,
     read_feed_forward,
     read_norm,
@@ -26,7 +25,6 @@ _norm = partial(read_norm, rounds_first=False)
 
 
 def read_gemma4(base: Any, head: Any, config: Any) -> Decoder:
-    check_causal(config)
     if getattr(config, "hidden_size_per_layer_input", None):
         raise UnsupportedModelError("its layers have embeddings of their own")
     if getattr(config, "enable_moe_block", False):

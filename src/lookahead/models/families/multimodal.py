@@ -3,6 +3,9 @@
 Only text is generated, so what follows the prompt is tokens. The prompt itself runs through the model's own modules if
 it has images. Qwen2-VL and its kin give an image's tokens positions along three axes; a token of text has the same
 position along all of them, shifted by a number per sequence that the backend is given with the prompt's K/V.
+
+PaliGemma attends bidirectionally to its prompt, also without images unless a mask is materialised. So its own modules
+run every prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from lookahead.models.families import (
     smollm3,
     starcoder2,
 )  # fmt: skip
-from lookahead.models.parts import CausalLM, TextReader
+from lookahead.models.parts import CausalLM, TextReader, check_causal
 from lookahead.models.spec import Decoder, Rope
 
 
@@ -82,20 +85,23 @@ class WithText:
 
     Most classes take the head's logits as they are, even if the text model's own class scales or caps them.
     `own_logits`: this one scales and caps them, too. `aliases`: of its config, the placeholder tokens that it reads as
-    other ones where there is no image or sound.
+    other ones where there is no image or sound. `causal_prompt`: see `Decoder`.
     """
 
     name: str = "language_model"
     own_logits: bool = False
     aliases: Callable[[Any], tuple[tuple[int, int], ...]] = lambda config: ()
+    causal_prompt: bool = True
 
     def __call__(self, model: Any) -> Decoder:
         base = getattr(model.model, self.name, model.model)  # up to transformers 5.21, Qwen2.5-Omni has no part of it
         kind = type(base).__name__
         if kind not in TEXT:
             raise UnsupportedModelError(f"there is no reader for its {kind}")
+        if self.causal_prompt:
+            check_causal(base.config)
         described = TEXT[kind](base, model.lm_head, base.config)
-        described = replace(described, aliases=self.aliases(model.config))
+        described = replace(described, aliases=self.aliases(model.config), causal_prompt=self.causal_prompt)
         return described if self.own_logits else replace(described, logit_scale=1.0, logit_softcap=None)
 
 
@@ -165,6 +171,7 @@ READERS = {
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
         WithText(own_logits=True, aliases=_gemma4_placeholders),
     ),
+    "PaliGemmaForConditionalGeneration": WithText(causal_prompt=False),
     "Emu3ForCausalLM": CausalLM(llama.read_llama),
     "Phi4MultimodalForCausalLM": CausalLM(phi3.read_phi3),
 }
