@@ -91,12 +91,45 @@ def finish(backend: Any, requests: Sequence[Request], **options: Any) -> list[Ev
 
 
 def alone(device: str, one: Request) -> list[int]:
-    """The text of a request of the same settings, one token per step, by the eager backend."""
+    """The text of a request of the same settings, one token per step, by the eager backend; remembered, as requests to
+    several backends have one."""
     sequence = one.sequence
     prompt = sequence.tokens[: sequence.prompt_tokens]
-    again = request(prompt, CONFIGS[0], sequence.sampling, sequence.rules.min_tokens, one.mask is not None)
-    finish(eager(device), [again])
-    return again.sequence.output
+    settings = sequence.sampling, sequence.rules.min_tokens, one.mask is not None
+    key = repr((device, prompt, settings))
+    if key not in _texts_alone:
+        again = request(prompt, CONFIGS[0], *settings)
+        finish(eager(device), [again])
+        _texts_alone[key] = again.sequence.output
+    return _texts_alone[key]
+
+
+_texts_alone: dict[str, list[int]] = {}
+
+
+@cache
+def stock_text(
+    device: str, prompt: tuple[int, ...], penalty: float, bias: tuple[tuple[int, float], ...], least: int
+) -> list[int]:
+    """The greedy text of `model.generate` with a repetition penalty, biases of tokens and a fewest number of tokens."""
+    ids = torch.tensor([prompt], device=device)
+    options = {"sequence_bias": {(token,): value for token, value in bias}} if bias else {}
+    return model(device).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
+        eos_token_id=sorted(ENDS), repetition_penalty=penalty, min_new_tokens=least, **options,
+    )[0, len(prompt) :].tolist()  # fmt: skip
+
+
+@cache
+def penalised_text(device: str, prompt: tuple[int, ...], presence: float, frequency: float) -> list[int]:
+    """Greedy, token by token, from the logits of plain passes, by OpenAI's rule: only the output counts."""
+    text = list(prompt)
+    for _ in range(TOKENS):
+        scores = plain_logits(device, text)[-1]
+        for token in set(text[len(prompt) :]):
+            scores[token] -= presence + frequency * text[len(prompt) :].count(token)
+        text.append(int(scores.argmax()))
+    return text[len(prompt) :]
 
 
 @torch.no_grad()
@@ -115,12 +148,7 @@ def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: 
     ]  # fmt: skip
     for prompt in PROMPTS[::2]:
         for penalty, bias, least in settings:
-            ids = torch.tensor([prompt], device=device)
-            options = {"sequence_bias": {(token,): value for token, value in bias.items()}} if bias else {}
-            expected = model(device).generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
-                eos_token_id=sorted(ENDS), repetition_penalty=penalty, min_new_tokens=least, **options,
-            )[0, len(prompt) :].tolist()  # fmt: skip
+            expected = stock_text(device, tuple(prompt), penalty, tuple(bias.items()), least)
             one = request(prompt, config, SamplingParams(repetition_penalty=penalty, logit_bias=bias), least)
             finish(backend, [one])
             assert one.sequence.output == expected
@@ -161,18 +189,11 @@ def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) ->
 def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device: str) -> None:
     """OpenAI's rule, token by token, from the logits of plain passes: only the output counts, not the prompt."""
     for presence, frequency in ((1.1, 0.0), (0.0, 0.6), (0.4, 0.3)):
-        prompt = PROMPTS[0]
-        text = list(prompt)
-        for _ in range(TOKENS):
-            scores = plain_logits(device, text)[-1]
-            for token in set(text[len(prompt) :]):
-                scores[token] -= presence + frequency * text[len(prompt) :].count(token)
-            text.append(int(scores.argmax()))
         sampling = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
-        one = request(prompt, CONFIGS[1], sampling)
+        one = request(PROMPTS[0], CONFIGS[1], sampling)
         one.sequence.rules = StopRules(TOKENS)
         finish(make(kind, device), [one])
-        assert one.sequence.output == text[len(prompt) :]
+        assert one.sequence.output == penalised_text(device, tuple(PROMPTS[0]), presence, frequency)
 
 
 @pytest.mark.parametrize("kind", KINDS)

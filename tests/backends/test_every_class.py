@@ -46,6 +46,7 @@ def alone(backend: Any, config: LookaheadConfig, sampling: SamplingParams | None
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *QUICK))
 @pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.thinned(1)
 def test_texts_in_fp32(name: str, kind: str) -> None:
     """Greedy and sampled, alone and in a batch, with windows where the row has them."""
     if kind == "cpu":

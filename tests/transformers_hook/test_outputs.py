@@ -47,6 +47,7 @@ def test_scores_of_rows_that_end(both: Any, llama: Any, batch: dict[str, Any]) -
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("ends", [{}, ENDS], ids=["no eos", "eos"])
+@pytest.mark.thinned(1)
 def test_transition_scores(both: Any, llama: Any, batch: dict[str, Any], normalize: bool, ends: dict[str, Any]) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True}
     pair = both(llama, batch, max_new_tokens=MANY, **wants, **ends).same()

@@ -207,6 +207,7 @@ def test_calls_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]
 
 
 @pytest.mark.parametrize("wants", [[], ["output_logits"], ["output_scores", "output_logits"]], ids=str)
+@pytest.mark.thinned(1)
 def test_processor_that_edits_in_place(
     both: Any, llama: Any, text: Any, inputs: dict[str, Any], wants: list[str]
 ) -> None:

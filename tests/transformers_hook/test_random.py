@@ -15,7 +15,7 @@ from random_calls import VOCABULARY, Case, MismatchError, random_case, reason, r
 
 import lookahead
 
-CASES, FEW = 30, range(16)
+CASES, FEW = 30, range(12)
 REFUSED, FAILED = 0.25, 0.1
 """The largest shares of cases that the hook may refuse, and that stock itself may fail at."""
 

@@ -37,6 +37,7 @@ def test_settings_change_a_config() -> None:
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "jacobi", "prompt-lookup"])
+@pytest.mark.thinned(1)
 def test_every_method_is_exact(both: Any, llama: Any, inputs: dict[str, Any], method: str) -> None:
     hook = lookahead.decoding(LookaheadConfig.for_method(method))
     pair = both(llama, inputs, max_new_tokens=20, hook=hook).same()

@@ -17,7 +17,7 @@ def test_two_threads_one_model(make_model: Any, prompt: dict[str, Any], batch: d
     """The first two calls of a model at once, and many after them; the recycled guesses are shared by all."""
     model = make_model(eos_token_id=None)
     inputs = [prompt, batch] * 2
-    options = {"max_new_tokens": 40, "do_sample": False}
+    options = {"max_new_tokens": 24, "do_sample": False}
     expected = [output_of(one, model.generate(**one, **options)) for one in inputs]
     hooks = [lookahead.decoding(window=3, ngram=4, guesses=4, budget=40) for _ in inputs]
 

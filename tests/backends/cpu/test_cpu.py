@@ -59,9 +59,7 @@ def backend(name: str = "llama", *, quantised: bool = False) -> CpuBackend:
 # Tokens
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(MODELS, "llama", "biases", "one head for all", "qwen3", "two kinds of layers")
-)
+@pytest.mark.parametrize("name", slow_but(MODELS, "biases", "one head for all", "two kinds of layers"))
 def test_greedy_tokens_are_transformers_own(name: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, with trees of more nodes than fit into the spare cells."""
     expected = [plain(model(name), p, 24) for p in PROMPTS]
@@ -187,6 +185,7 @@ def logits(made: CpuBackend, slot: int, tree: TokenTree) -> torch.Tensor:
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("length", slow_but([1, 90, 95, 96, 127, 128, 129, 190, 255, 256, 999], 90, 128, 256, 999))
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama", "one head each", "mistral"))
+@pytest.mark.thinned(2)
 def test_a_row_has_the_same_bits_in_every_step(name: str, length: int, quantised: bool) -> None:
     """Paths of random trees against single steps, alone and beside a neighbour."""
     made = backend(name, quantised=quantised)

@@ -150,8 +150,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # Logits
 
 
+@pytest.mark.parametrize("length", slow_but([3, 30, HOME - 2], HOME - 2))
 @pytest.mark.parametrize("knob", ALL)
-def test_logits_are_those_of_the_description(knob: str) -> None:
+def test_logits_are_those_of_the_description(knob: str, length: int) -> None:
     """A tree behind prefixes shorter and longer than windows and chunks, and one behind what is committed of it beside
     a neighbour."""
     described = decoder(knob)
@@ -159,19 +160,16 @@ def test_logits_are_those_of_the_description(knob: str) -> None:
     other = made.open()
     made.step([greedy(other, [3] * 20, root(2))])
     made.commit([(other, ())])
-    for length in (3, 30, HOME - 2):
-        slot, prefix = made.open(), tokens(length)
-        (found,) = made.step([greedy(slot, prefix, tree, logits=True)])
-        assert error(found.logits, forward_tree(described, prefix, tree.tokens, tree.parents)) < 1e-5
-        path = [node for node in range(1, 20) if tree.parents[node] == 0][-1:]
-        made.commit([(slot, path)])
-        kept = [*prefix, *(tree.tokens[node] for node in [0, *path])]
-        found, beside = made.step([
-            greedy(slot, (), next_tree, logits=True), greedy(other, (), root(5), logits=True),
-        ])  # fmt: skip
-        assert error(found.logits, forward_tree(described, kept, next_tree.tokens, next_tree.parents)) < 1e-5
-        assert error(beside.logits, forward_tree(described, [3] * 20 + [2], [5], [-1])) < 1e-5
-        made.close(slot)
+    slot, prefix = made.open(), tokens(length)
+    (found,) = made.step([greedy(slot, prefix, tree, logits=True)])
+    assert error(found.logits, forward_tree(described, prefix, tree.tokens, tree.parents)) < 1e-5
+    path = [node for node in range(1, 20) if tree.parents[node] == 0][-1:]
+    made.commit([(slot, path)])
+    kept = [*prefix, *(tree.tokens[node] for node in [0, *path])]
+    found, beside = made.step([greedy(slot, (), next_tree, logits=True), greedy(other, (), root(5), logits=True)])
+    assert error(found.logits, forward_tree(described, kept, next_tree.tokens, next_tree.parents)) < 1e-5
+    assert error(beside.logits, forward_tree(described, [3] * 20 + [2], [5], [-1])) < 1e-5
+    made.close(slot)
 
 
 def test_positions_behind_the_last_learned_one() -> None:

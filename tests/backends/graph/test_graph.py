@@ -105,7 +105,7 @@ def make(name: str, device: str = "cpu", **changes: Any) -> Any:
 # Parity
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "llama-odd-heads", "mistral", "qwen2-hybrid", "qwen3"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama-odd-heads", "mistral", "qwen2-hybrid"))
 def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, against a model that the backend has not touched."""
     model = make(name, device)
@@ -118,7 +118,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
     assert sum(sequence.stats.steps for sequence in together) < 24 * len(PROMPTS)  # blocks were accepted
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "qwen2-hybrid"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "qwen2-hybrid"))
 def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
     """One seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
@@ -142,10 +142,10 @@ def test_sampling_equals_autoregressive(name: str, device: str, settings: Lookah
 def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain: Plain) -> None:
     """Without its biases, norms of q and k, or windows a model gives other tokens: the tests above would notice."""
     with_it, without = make(name), make(name, **changes)
-    assert [plain(with_it, p, 24) for p in PROMPTS] != [plain(without, p, 24) for p in PROMPTS]
+    assert any(plain(with_it, p, 24) != plain(without, p, 24) for p in PROMPTS)
 
 
-@pytest.mark.parametrize("kind", slow_but(ROPES, "yarn", "dynamic", "longrope"))
+@pytest.mark.parametrize("kind", slow_but(ROPES, "yarn", "longrope"))
 def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Dynamic and longrope factors depend on the furthest position that is asked for. The backend makes tables for all
     of the buffer's positions, most of them beyond the context, and must still get the factors of a short text.
@@ -270,11 +270,11 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
         cosine, sine = backend.kv.rotary(backend.layers.blocks[0].attention.spec.rope)
         cosine, sine = torch.ones_like(cosine), torch.zeros_like(sine)
         monkeypatch.setattr(backend.kv, "rotary", lambda rope: (cosine, sine))
-    found = []
-    for seed in range(8):
-        prompt = random.Random(seed).choices(range(VOCABULARY), k=20) * 2
-        found.append(outputs(backend, [prompt], LookaheadConfig(window=4), 40) != [plain(backend.model, prompt, 40)])
-    assert any(found)
+    prompts = [random.Random(seed).choices(range(VOCABULARY), k=20) * 2 for seed in range(8)]
+    assert any(
+        outputs(backend, [prompt], LookaheadConfig(window=4), 40) != [plain(backend.model, prompt, 40)]
+        for prompt in prompts
+    )
 
 
 # Sizes of steps
@@ -330,7 +330,7 @@ def test_the_kind_of_a_step(
     assert kind.targets == TargetsKind(needed)
 
 
-@pytest.mark.parametrize("count", slow_but([2, 3, 7, 16], 3, 16))
+@pytest.mark.parametrize("count", slow_but([2, 3, 7, 16], 7))
 def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain: Plain) -> None:
     """However many sequences there are, the trees of a step have at most 128 rows together."""
     rng, model = random.Random(3), make("llama", device)
@@ -347,7 +347,7 @@ def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain
     assert INVARIANT_ROWS // 2 < max(trees) <= INVARIANT_ROWS
 
 
-@pytest.mark.parametrize("budget", slow_but([1, 2, 9, 16, 17, 33, 100, 200], 1, 9, 16, 17, 200))
+@pytest.mark.parametrize("budget", slow_but([1, 2, 9, 16, 17, 33, 100, 200], 1, 17, 200))
 def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     """Steps of many captured sizes, full ones and padded ones."""
     prompt = random.Random(5).choices(range(VOCABULARY), k=40) * 2
@@ -362,6 +362,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("most", slow_but([1, 8, 32], 8))
+@pytest.mark.thinned(1)
 def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Plain) -> None:
     """They run in several passes, of which the last one has the tree, too."""
     model = make(name, device)
@@ -414,6 +415,7 @@ def test_trees_that_fit_into_no_pass(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("pieces", [[70, 60, 1, 5], [64, 64, 8], [1, 1, 134]])
+@pytest.mark.thinned(1)
 def test_a_prompt_in_pieces(name: str, pieces: list[int], device: str) -> None:
     """Chunks without a tree are cached, and there is nothing to commit. A prompt in one piece gives the same."""
     model = make(name, device)
@@ -480,7 +482,7 @@ def guesses(rng: random.Random, token: int, answer: Sequence[int], size: int) ->
     return TokenTree(tokens, parents, depths, list(range(size)))
 
 
-@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1))
+@pytest.mark.parametrize("seed", slow_but(range(12), 1))
 def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) -> None:
     """8 to 16 at once join and leave, with prompts in pieces, random trees, shared beginnings, and too few pages for
     all of them. Each says what it says alone.
@@ -555,6 +557,7 @@ def skipping_tree(size: int, seed: int) -> tuple[TokenTree, list[int]]:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("length", slow_but([0, 50, 62, 63, 64, 65, 126, 127, 128, 129], 62, 63, 64, 128))
+@pytest.mark.thinned(1)
 def test_commits_across_pages(name: str, length: int, device: str) -> None:
     """A prompt that ends at a page's border, then accepted nodes that move from one page to another."""
     model = make(name, device)
@@ -1306,6 +1309,7 @@ def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> No
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("size", [1, 2, 16, 33, 130, 512])
+@pytest.mark.thinned(1)
 def test_results_equal_the_eager_backends(name: str, size: int, device: str) -> None:
     """One tree behind a prompt: logits, targets, the likeliest tokens and their levels."""
     model = make(name, device, max_position_embeddings=1024)

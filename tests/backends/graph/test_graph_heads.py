@@ -48,6 +48,7 @@ def prefilled(backend: GraphBackend, text: list[int]) -> int:
     "name", ["window", "part of a head is rotated", "queries scaled by position", "learned positions"]
 )
 @pytest.mark.parametrize("shift", [-40, 7])
+@pytest.mark.thinned(1)
 def test_shifted_positions(name: str, shift: int, device: str) -> None:
     """After a prompt with images a token's position is its index plus a number. Windows still count tokens."""
     backend, described = backend_of(name, device)

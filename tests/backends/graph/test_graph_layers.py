@@ -32,6 +32,8 @@ from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Decoder
 
 TREE = random_tree(21, 4)
+LENGTHS = pytest.mark.parametrize("length", slow_but([1, 70], 70))
+"""Of the prefix: shorter than every window, and longer than a page."""
 
 
 def tokens(count: int) -> list[int]:
@@ -54,16 +56,18 @@ def check_trees(backend: GraphBackend, described: Decoder, lengths: Sequence[int
 
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
-def test_every_model_of_the_table(name: str, device: str) -> None:
-    check_trees(GraphBackend(build(name, device)), read(build(name, device), "graph"), (1, 70))
+@LENGTHS
+def test_every_model_of_the_table(name: str, length: int, device: str) -> None:
+    check_trees(GraphBackend(build(name, device)), read(build(name, device), "graph"), [length])
 
 
 @pytest.mark.parametrize("name", KNOBS)
-def test_every_knob(name: str, device: str) -> None:
+@LENGTHS
+def test_every_knob(name: str, length: int, device: str) -> None:
     """Descriptions that differ in one knob each, some of their layers only."""
     carrier = tiny("Llama", device=device, max_position_embeddings=512)
     backend = GraphBackend(carrier, description=KNOBS[name](Maker(device)))
-    check_trees(backend, KNOBS[name](Maker(device)), (1, 70))
+    check_trees(backend, KNOBS[name](Maker(device)), [length])
 
 
 def tensors_in(part: Any) -> Iterator[torch.Tensor]:
@@ -200,7 +204,7 @@ def test_pages_behind_a_window_are_given_back(
     kind, changes = ("Qwen2", changes | {"use_sliding_window": True, "max_window_layers": 1}) if hybrid else (
         "Mistral", changes
     )  # fmt: skip
-    prompt, count = tokens(150), 200
+    prompt, count = tokens(150), 120
     whole = GraphBackend(tiny(kind, device=device, **changes), drop_pages=False)
     (expected,) = outputs(whole, [prompt], settings, count)
     backend = GraphBackend(tiny(kind, device=device, **changes))
