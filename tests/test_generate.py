@@ -39,6 +39,12 @@ def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
     return lookahead.load((model, tokenizer), config=settings)
 
 
+@pytest.fixture(scope="module")
+def warm_lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
+    """Shared by tests of calls that decode nothing."""
+    return lookahead.load((model, tokenizer), config=settings)
+
+
 def open_slots(lm: LookaheadModel) -> int:
     return len(lm.backend._index)
 
@@ -152,7 +158,7 @@ def test_every_method_gives_the_greedy_tokens(lm: LookaheadModel, model: Any, pl
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"top_k": 12}, marks=pytest.mark.slow),
         {"top_p": 0.8},
         pytest.param({"min_p": 0.05}, marks=pytest.mark.slow),
@@ -431,7 +437,9 @@ def test_several_eos_ids_in_a_batch(
 ) -> None:
     model = make_model()
     lm = lookahead.load((model, tokenizer), config=settings)
-    picked = [done.token_ids[i] for i, done in zip((3, 11, 17), lm.generate(list(PROMPTS[:3])), strict=True)]
+    picked = [
+        done.token_ids[i] for i, done in zip((3, 11, 17), lm.generate(list(PROMPTS[:3]), max_tokens=18), strict=True)
+    ]
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *picked]
     lm = lookahead.load((model, tokenizer), config=settings)
     batch = lm.generate(list(PROMPTS), max_tokens=TOKENS)
@@ -439,7 +447,7 @@ def test_several_eos_ids_in_a_batch(
     assert len({len(c.token_ids) for c in batch}) > 1  # they left at different times
 
 
-@pytest.mark.parametrize("method", slow_but(METHODS, "lookahead", "prompt-lookup"))
+@pytest.mark.parametrize("method", slow_but(METHODS, "lookahead"))
 def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
     whole = lm.generate(READABLE, max_tokens=TOKENS).token_ids
     for count in range(1, TOKENS):
@@ -448,7 +456,7 @@ def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
         assert done.finish_reason == "length"
 
 
-@pytest.mark.parametrize("context", [24, 25, 31])
+@pytest.mark.parametrize("context", slow_but([24, 25, 31], 24, 31))
 def test_context_full(
     make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain, context: int
 ) -> None:
@@ -491,16 +499,18 @@ def test_context_full(
         ("fox", {"config": {"window": 3}}, "must be a LookaheadConfig"),
     ],
 )
-def test_mistakes_are_named(lm: LookaheadModel, call: str, prompt: Any, given: dict[str, Any], message: str) -> None:
+def test_mistakes_are_named(
+    warm_lm: LookaheadModel, call: str, prompt: Any, given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        getattr(lm, call)(prompt, **given)
-    assert open_slots(lm) == 0
+        getattr(warm_lm, call)(prompt, **given)
+    assert open_slots(warm_lm) == 0
 
 
 @pytest.mark.parametrize("prompt", [42, None, {"role": "user", "content": "fox"}, {3, 4}])
-def test_wrong_type_of_prompt(lm: LookaheadModel, prompt: Any) -> None:
+def test_wrong_type_of_prompt(warm_lm: LookaheadModel, prompt: Any) -> None:
     with pytest.raises(ValueError, match=rf"text, chat messages or token ids, not {re.escape(repr(prompt))}"):
-        lm.generate(prompt)
+        warm_lm.generate(prompt)
 
 
 @pytest.mark.parametrize(
