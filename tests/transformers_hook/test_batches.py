@@ -9,7 +9,7 @@ import torch
 from pairs import Pair, decoding, ids, output_of
 from tiny import tiny
 
-MANY = 20
+MANY = 14
 LONG = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2, 44, 17, 3, 30, 8, 8, 12]
 FAMILIES = ["llama", "gpt2", "mistral", "gemma"]
 

@@ -9,7 +9,7 @@ import torch
 from pairs import Recorder, decoding, output_of
 from transformers import DynamicCache
 
-MANY = 20
+MANY = 14
 
 
 def embedded(model: Any, inputs: dict[str, Any], *, keep_ids: bool = False) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lookahead.backends.graph.kinds import Sampler
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
 
-MANY = 24
+MANY = 16
 Both = Callable[..., Pair]
 
 

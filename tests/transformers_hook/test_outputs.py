@@ -10,7 +10,7 @@ from pairs import CLOSE, Pair, decoding, ids, output_of
 from transformers import pipeline
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-MANY = 20
+MANY = 14
 ENDS = {"eos_token_id": [28, 10, 75], "pad_token_id": 1}
 
 

@@ -9,7 +9,7 @@ import torch
 from pairs import Recorder, decoding, output_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
-MANY = 20
+MANY = 14
 PLAIN = {"window": 0, "guesses": 0, "budget": 1, "sources": ()}
 """Our own autoregressive decoding: a step is one token."""
 SAMPLE = {"max_new_tokens": MANY, "do_sample": True, "temperature": 0.7}

@@ -10,7 +10,7 @@ import torch
 from pairs import Recorder, decoding
 from transformers import LogitsProcessorList, TextIteratorStreamer, TextStreamer
 
-MANY = 24
+MANY = 16
 
 
 def test_one_row(both: Any, llama: Any, prompt: dict[str, Any]) -> None:
