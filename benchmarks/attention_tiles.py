@@ -102,7 +102,7 @@ def measure(case: tuple, tries: list[dict[str, int]] | None, bandwidth: float) -
         usual = out if usual is None else usual
         share, bits = layers.bytes_seen(window) / us * 1e6 / bandwidth, "same" if torch.equal(out, usual) else "other"
         print(*shape, f"{rows:4} x {sequences:<3} {context:6} {window:5} {us:8.1f} us {share:5.0%} {bits:5}", end=" ")
-        print(change or tiles.for_layer(shape[2], 2, window), flush=True)
+        print(change or tiles.for_layer(shape[2], DTYPE, window), flush=True)
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ def test_a_short_window_has_few_splits() -> None:
     shape = HeadShape(16, 2, 64)
     for window, splits, near_splits in ((1, 1, 1), (128, 3, 3), (1024, 4, 4), (2048, 8, 4), (4096, 15, 4), (0, 15, 4)):
         for size, grid, rows in product(TileSize, Grid, (1, 128)):
-            tiles = tiles_for(rows, shape, Tiling(size, grid), invariant=True).for_layer(64, 2, window)
+            tiles = tiles_for(rows, shape, Tiling(size, grid), invariant=True).for_layer(64, torch.bfloat16, window)
             assert (tiles.splits, tiles.near_splits) == (splits, near_splits)
 
 

@@ -266,7 +266,7 @@ def attend(
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, nodes = heads // kv_heads, most_nodes_of(size)
     factor = scale / softcap if softcap else scale * LOG2E.value
-    tiles = tiles.for_layer(dim, q.element_size(), window or chunk)
+    tiles = tiles.for_layer(dim, q.dtype, window or chunk)
     _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
         q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.cells, rows.bits),
         work.paths, sinks, out, (work.part, work.top, work.arrived),

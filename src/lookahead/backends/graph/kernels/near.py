@@ -43,16 +43,18 @@ def add_tree(query, text, rows, tree, scoring, sums, HEAD: tl.constexpr, BOUNDED
 @triton.jit
 def add_near(
     query, text, rows, listed, scoring,
-    HEAD: tl.constexpr, PART_N: tl.constexpr, BOUNDED: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, PART: tl.constexpr, BOUNDED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of an invariant step's keys from the border on, in blocks of 16 positions: first those of the
-    text, then the paths of the tree (see `paths`), PART_N keys per product.
+    text, then the paths of the tree (see `paths`), PART keys per product; in fp16 one block, because a weight far below
+    the largest of its product is rounded to fewer digits there.
 
     `listed`: the tile's list of paths, the sizes of its parts, and the tile's first token.
     """
     keys, values, table, _longest, head, kv_heads = text
     end, _first_row, _row, count, is_tree, token, position, border, oldest = rows
     paths, most_paths, most_blocks, first_token = listed
+    PART_N: tl.constexpr = LENGTH if values.dtype.element_ty == tl.float16 else PART
     dim = tl.arange(0, query.shape[1])
     top, total, acc = no_keys(query.shape[0], query.shape[1])
     column = tl.arange(0, PART_N)

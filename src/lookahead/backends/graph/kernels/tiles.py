@@ -11,6 +11,8 @@ from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 NEAR_KEYS = 64
 """In an invariant step, this many keys before a row's block of 16 positions are added with that block, apart from the
 prefix (see `attention`). No draft token is deeper in a tree."""
@@ -103,17 +105,21 @@ class Tiles:
         """Programs per tile and K/V head."""
         return 1 if self.unsplit else self.splits + (self.near_keys > 0)
 
-    def for_layer(self, dim: int, element_size: int, span: int) -> Tiles:
+    def for_layer(self, dim: int, dtype: torch.dtype, span: int) -> Tiles:
         """The parameters for a layer with heads of this width, and rows that see at most `span` keys (0: all of them).
 
         More near splits than a window has blocks would be idle, and further splits would have next to nothing to read
         unless there are four blocks for each. Wide heads in fp32 leave no shared memory for keys that are loaded ahead.
+        In fp16 a weight far below the largest of its product is rounded to fewer digits, so products must have the same
+        keys in all invariant steps: whole blocks.
         """
         tiles, blocks = self, (span - 2) // self.block_n + 2
         if span:
             near = min(self.near_splits or self.splits, blocks)
             tiles = replace(tiles, near_splits=near, splits=max(near, min(self.splits, blocks // 4)))
-        return replace(tiles, stages=1) if element_size > 2 and dim > 128 else tiles
+        if dtype is torch.float16 and self.near_keys:
+            tiles = replace(tiles, part_n=self.block_n)
+        return replace(tiles, stages=1) if dtype is torch.float32 and dim > 128 else tiles
 
 
 class Launch(NamedTuple):
