@@ -1,17 +1,14 @@
-"""The settings of a request. Each is checked once, and an error says what to change.
-
-The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`.
-"""
+"""How draft tokens are made. The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`."""
 
 from __future__ import annotations
 
 import math
-import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
+
+from lookahead.config.checks import at_least
 
 SOURCES = ("jacobi", "prompt", "suffix", "recycle")
 """The sources of guesses that a config has by default (`algorithm.sources.table` makes them)."""
@@ -20,8 +17,6 @@ OTHER_SOURCES = ("fixed-point",)
 SCOPES = ("off", "request", "model")
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 BACKENDS = ("auto", "cpu", "eager", "graph")
-MOST_LOGPROBS = 20
-"""The most likely tokens whose log-probabilities a request may have."""
 
 
 class _Unchanged:
@@ -31,11 +26,6 @@ class _Unchanged:
 
 UNCHANGED: Any = _Unchanged()
 """The default of a parameter that leaves a field as it is. It cannot be None, which is a value of some fields."""
-
-
-def new_seed() -> int:
-    """A random seed."""
-    return random.SystemRandom().getrandbits(31)
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,13 @@ class LookaheadConfig:
     exact: bool = True
 
     def __post_init__(self, shared: bool | None) -> None:
-        _at_least("window", self.window, 0)
-        _at_least("ngram", self.ngram, 2)
-        _at_least("guesses", self.guesses, 0)
-        _at_least("budget", self.budget, 1)
-        _at_least("suffix_key", self.suffix_key, 1)
-        _at_least("suffix_branches", self.suffix_branches, 1)
-        _at_least("suffix_length", self.suffix_length, 1)
+        at_least("window", self.window, 0)
+        at_least("ngram", self.ngram, 2)
+        at_least("guesses", self.guesses, 0)
+        at_least("budget", self.budget, 1)
+        at_least("suffix_key", self.suffix_key, 1)
+        at_least("suffix_branches", self.suffix_branches, 1)
+        at_least("suffix_length", self.suffix_length, 1)
         if isinstance(self.sources, str):
             raise ValueError(f"sources={self.sources!r} must be a list of names, such as [{self.sources!r}]")
         object.__setattr__(self, "sources", tuple(self.sources))
@@ -90,7 +80,7 @@ class LookaheadConfig:
         if self.recycle_scope not in SCOPES:
             raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
         if self.max_depth is not None:
-            _at_least("max_depth", self.max_depth, 1)
+            at_least("max_depth", self.max_depth, 1)
         for name, value in (("shared", shared), ("exact", self.exact)):
             if not isinstance(value, bool) and (name, value) != ("shared", None):
                 raise ValueError(f"{name}={value!r} must be True or False")
@@ -174,7 +164,7 @@ class LookaheadConfig:
         """The paper's method alone: the window and its n-gram pool, with `prompt` also the prompt's n-grams."""
         sources = ("jacobi", "prompt") if prompt else ("jacobi",)
         for name, value, least in (("window", window, 0), ("ngram", ngram, 2), ("guesses", guesses, 0)):
-            _at_least(name, value, least)
+            at_least(name, value, least)
         budget = (window + guesses) * (ngram - 1) + 1
         return cls(window, ngram, guesses, budget, sources, exact=exact)
 
@@ -186,7 +176,7 @@ class LookaheadConfig:
     @classmethod
     def jacobi(cls, block: int = 16) -> LookaheadConfig:
         """Jacobi decoding (Algorithm 1) on a block of this many future tokens."""
-        return cls(window=0, guesses=0, budget=_at_least("block", block, 1) + 1, sources=("fixed-point",))
+        return cls(window=0, guesses=0, budget=at_least("block", block, 1) + 1, sources=("fixed-point",))
 
     @classmethod
     def prompt_lookup(cls, tokens: int = 10, key: int = 2) -> LookaheadConfig:
@@ -194,7 +184,7 @@ class LookaheadConfig:
         return cls(
             window=0,
             guesses=0,
-            budget=_at_least("tokens", tokens, 1) + 1,
+            budget=at_least("tokens", tokens, 1) + 1,
             sources=("suffix",),
             suffix_key=key,
             suffix_branches=1,
@@ -258,7 +248,7 @@ class LookaheadConfig:
         if changes and not self.sources:
             return type(self)().adapted(**changes)
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
-            _at_least(name, changes.get(name, least), least)
+            at_least(name, changes.get(name, least), least)
         if "budget" in changes and "window" not in changes:
             ngram = changes.get("ngram", self.ngram)
             if self.window * (ngram - 1) > changes["budget"] // 2:
@@ -273,124 +263,11 @@ class LookaheadConfig:
         return replace(self, **changes)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a node's logits become its target. `temperature` 0 is greedy.
-
-    `repetition_penalty` is for tokens of prompt and output: a score above 0 is divided by it, one below multiplied.
-    `presence_penalty` is taken from the score of every token of the output, `frequency_penalty` once for each time that
-    it occurs there. `logit_bias` is added to the scores of some tokens; -inf bans one. It may be given as a mapping,
-    and is stored as sorted pairs. `sampling.adjusted` defines all four. `logprobs` requests log-probabilities: of the
-    chosen token (0), and of the n likeliest ones (n).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        for name in ("temperature", "top_p", "min_p", *penalties):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} must be a number")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature={self.temperature} must be a number from 0 (greedy) up, such as 0.8")
-        _at_least("top_k", self.top_k, 0)
-        _at_least("seed", self.seed, 0)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps every token)")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be between 0 (keeps every token) and 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 (1 changes nothing)")
-        for name in penalties[1:]:
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number (0 changes nothing)")
-        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        if self.logprobs is not None and _at_least("logprobs", self.logprobs, 0) > MOST_LOGPROBS:
-            raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is stored: pairs of a token id and a number, by token id."""
-        return tuple(self.logit_bias)  # type: ignore[arg-type]
-
-    @property
-    def penalised(self) -> bool:
-        """Whether a target depends on which tokens the text has."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class StopRules:
-    """When a sequence ends. The rules are tested after every accepted token, not once per step.
-
-    `max_length` is the model's context: the most tokens of prompt and output together. With `last_is_free`
-    there may be one more, because the last token is never run through the model and needs no position. The first
-    `min_tokens` tokens of the output cannot be one of `eos_ids`.
-    """
-
-    max_tokens: int = 256
-    eos_ids: frozenset[int] = frozenset()
-    max_length: int | None = None
-    last_is_free: bool = False
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least("max_tokens", self.max_tokens, 1)
-        if _at_least("min_tokens", self.min_tokens, 0) > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
-
-    def room(self, prompt_tokens: int) -> int:
-        """How many tokens may be generated after a prompt of this length."""
-        if self.max_length is None:
-            return self.max_tokens
-        return min(self.max_tokens, self.max_length + self.last_is_free - prompt_tokens)
-
-
 def given_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LookaheadConfig` among a function's parameters by name (its `locals()`), but unchanged ones."""
     names = [*(known.name for known in fields(LookaheadConfig)), "shared"]  # which is no field any more
     named = {name: parameters[name] for name in names}
     return {name: value for name, value in named.items() if value is not UNCHANGED}
-
-
-def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword argument, and suggest the known one with the most similar name."""
-    for name in unknown:
-        near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-        raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    return value
-
-
-def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping from token ids to numbers, or pairs of these -> sorted pairs, without those that add 0."""
-    try:
-        pairs = sorted(dict(given or ()).items())
-    except (TypeError, ValueError):
-        raise ValueError(f"logit_bias={given!r:.60} must map token ids to numbers, such as {{42: -1.5}}") from None
-    for token, value in pairs:
-        _at_least("a token id of logit_bias", token, 0)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value < math.inf:
-            raise ValueError(f"logit_bias={{{token}: {value!r}}} must be a number; -inf bans the token")
-    return tuple((token, float(value)) for token, value in pairs if value)
 
 
 def _repeated(names: Sequence[str]) -> str:
