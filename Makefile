@@ -13,7 +13,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-gpu browser lint format clean
+.PHONY: help demo test quick-tests test-all test-oldest test-gpu browser lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +25,10 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 	@echo "Code repeats itself, so guesses pay. Expect less on chat and prose, and more on copying: see docs/cpu.md."
 	@echo "To see it in a browser: $(BIN)/lookahead serve, then open http://127.0.0.1:8000/"
 
-test: lint browser ## lint, then run the tests but the slow sweeps
+test: $(VENV)/.installed-dev browser ## lint, and run the tests but the slow sweeps
+	@$(MAKE) --no-print-directory -j2 lint quick-tests
+
+quick-tests: # mypy uses one core: lint runs beside the tests
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
 
 test-all: lint browser test-oldest ## lint, test-oldest, then run all tests: every model class, kernels at every size

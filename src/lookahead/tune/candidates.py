@@ -21,7 +21,7 @@ SHAPES = ((4, 3), (10, 3), (5, 4), (10, 4), (5, 5), (7, 5), (10, 5), (15, 5), (2
 BUDGETS = (8, 16, 32, 64, 128, 256, 512)
 FITTED_BUDGETS = (128, 512)
 HALF_BUDGET = 128
-"""In half precision a step of more tokens is not the same text as token by token, on any backend: none is offered."""
+"""In half precision no larger step is offered on a backend that states no limit: none of them is exact there."""
 
 DEFAULT_S = {1: 1.0, 8: 1.40, 16: 1.57, 32: 1.86, 64: 2.17, 128: 2.53, 256: 2.94, 512: 3.35}
 DEFAULT_FILL = {8: 0.57, 16: 0.59, 32: 0.64, 64: 0.80, 128: 0.76, 256: 0.77}
@@ -57,7 +57,7 @@ def all_candidates(
     nearly nothing that is the whole budget. `nodes` and `depth` are the backend's `exact_nodes` and
     `exact_depth`: larger steps are not offered.
     """
-    most = min(HALF_BUDGET if half else BUDGETS[-1], (context or 1 << 30) // 4, nodes or BUDGETS[-1])
+    most = min(nodes or (HALF_BUDGET if half else BUDGETS[-1]), (context or 1 << 30) // 4, BUDGETS[-1])
     table = cost.table(BUDGETS[-1])
     found = [
         Candidate(AUTOREGRESSIVE, AUTOREGRESSIVE, LookaheadConfig.autoregressive()),
