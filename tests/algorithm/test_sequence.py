@@ -103,7 +103,7 @@ def test_any_config_is_autoregressive_and_its_counters_add_up(text, config, eos,
 
 COUNT = counting_model(100)
 COUNTED = [*range(60), 99]
-LONG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=64)
+LONG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=64, suffix_length=16)
 SHORT = LookaheadConfig(window=3, ngram=3, guesses=4, budget=32, suffix_length=3, recycle_scope="request")
 
 

@@ -49,18 +49,18 @@ def test_the_limits_of_a_backend(half: GraphBackend) -> None:
 @pytest.mark.parametrize(
     ("config", "budget", "deepest", "said"),
     [
-        (LookaheadConfig(), 128, 16, None),
-        (LookaheadConfig(suffix_length=64), 128, 64, None),
+        (LookaheadConfig(), 128, 64, None),
+        (LookaheadConfig(suffix_length=16), 128, 16, None),
         (LookaheadConfig(suffix_length=80), 128, 64, "the depth of draft tokens from 80 to 64"),
-        (LookaheadConfig(budget=300), 256, 16, "the budget from 300 to 256 tokens"),
+        (LookaheadConfig(budget=300), 256, 64, "the budget from 300 to 256 tokens"),
         (
             LookaheadConfig(budget=300, suffix_length=80),
             256,
             64,
             "the budget from 300 to 256 tokens and the depth of draft tokens from 80",
         ),
-        (LookaheadConfig.paper(15, 5, 15), 121, 16, None),
-        (LookaheadConfig.paper(30, 8, 30), 256, 16, "the budget from 421 to 256"),
+        (LookaheadConfig.paper(15, 5, 15), 121, 64, None),
+        (LookaheadConfig.paper(30, 8, 30), 256, 64, "the budget from 421 to 256"),
         (LookaheadConfig.paper(2, 70, 1), 208, 64, "the depth of draft tokens from 69 to 64"),
         (LookaheadConfig.jacobi(64), 65, 64, None),
         (
@@ -69,7 +69,7 @@ def test_the_limits_of_a_backend(half: GraphBackend) -> None:
             64,
             "the budget from 81 to 65 tokens and the depth of draft tokens from 80 to 64",
         ),
-        (LookaheadConfig(budget=300, exact=False), 300, 16, None),
+        (LookaheadConfig(budget=300, exact=False), 300, 64, None),
     ],
 )
 def test_a_config_is_fitted_with_one_line(

@@ -48,9 +48,9 @@ class LookaheadConfig:
     budget: int = 128
     sources: tuple[str, ...] = SOURCES
     recycle_scope: str = "model"
-    suffix_key: int = 12
+    suffix_key: int = 64
     suffix_branches: int = 4
-    suffix_length: int = 16
+    suffix_length: int = 64
     suffix_oldest: bool = False
     step_cost: tuple[float, ...] | None = field(default=None, repr=False)
     shared: InitVar[bool | None] = None
@@ -115,7 +115,7 @@ class LookaheadConfig:
 
     @property
     def deepest(self) -> int:
-        """The maximum depth of a draft token. The default, 16, is also the depth to which half-precision steps on a GPU
+        """The maximum depth of a draft token. The default, 64, is also the depth to which half-precision steps on a GPU
         are exact."""
         deepest = self.budget - 1
         if "fixed-point" not in self.sources:

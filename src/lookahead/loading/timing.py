@@ -43,7 +43,7 @@ WIDE_SIZES = (*TIMED_SIZES, 192, 256, 384, 512)
 """For tuning and benchmarks, which may try larger steps than the default."""
 PREFIX = 96
 """Tokens before the root of a timed step."""
-BRANCHES, DEPTH = 8, 16
+BRANCHES, DEPTH = 8, 64
 """The most branches, and the greatest depth, of the tree that is timed."""
 MAX_SECONDS = 6.0
 """No further round begins after this many seconds of steps."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter, NativeText
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory, build_sources
+from lookahead.algorithm.sources.calibration import BUCKETS, SOURCE_NAMES
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.tree import TokenTree
 from lookahead.config import SOURCES, LookaheadConfig
@@ -85,6 +87,35 @@ def test_a_long_text_proposes_the_same() -> None:
     assert sum("tokens=array('i')" not in drafted for drafted in ours) > 100
 
 
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 10**6))
+def test_long_chains_are_the_same(seed: int) -> None:
+    """Copies of up to 100 tokens with small changes, with any rates: chains of any length up to 64."""
+    rng = random.Random(seed)
+    text = [rng.randrange(60) for _ in range(200)]
+    for _ in range(8):
+        start, length = rng.randrange(len(text)), rng.randrange(1, 100)
+        text += [*text[start : start + length], rng.randrange(60)]
+    config = LookaheadConfig(window=0, sources=("suffix", "prompt"))
+    first, seen = SOURCE_NAMES.index("suffix") * BUCKETS, list[list[str]]()
+    rates = [rng.uniform(0.3, 1.0) ** 0.2 for _ in range(BUCKETS)]
+    for drafter in (OURS, TWIN):
+        memory = SharedMemory(drafter)
+        sources = build_sources(config, memory)
+        memory.calibration.rates[first : first + BUCKETS] = array("d", rates)
+        seen.append([])
+        for source in sources:
+            source.start(text[:300])
+        for end in range(300, min(len(text), 400), 7):
+            candidates = Candidates.after(text[:end], memory.calibration.rates)
+            for source in sources:
+                source.propose(text[:end], candidates)
+            seen[-1].append(repr(drafter.search(candidates, Limits(250, 64))))
+            for source in sources:
+                source.learn_from(Outcome(text[: end + 7], text[end : end + 7], TREE, [], [1], None, []))
+    assert seen[0] == seen[1]
+
+
 def test_which_sources_c_takes_over() -> None:
     def kinds(drafter: Drafter = OURS, **options: Any) -> list[str]:
         return [
@@ -97,7 +128,7 @@ def test_which_sources_c_takes_over() -> None:
     assert kinds(sources=("recycle",)) == ["RecycleSource"]
     each = ["SuffixSource", "PromptSource", "JacobiSource", "RecycleSource"]
     assert kinds(TWIN) == each
-    for options in ({"suffix_oldest": True}, {"guesses": 10**6}, {"suffix_length": 10**5}):
+    for options in ({"suffix_oldest": True}, {"guesses": 10**6}, {"suffix_length": 10**5, "budget": 10**6}):
         assert kinds(**options) == each
 
 

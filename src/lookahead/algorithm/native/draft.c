@@ -222,8 +222,9 @@ int32_t draft_search(const Step *step, const int32_t *chains) {
     const Candidates *d = step->candidates;
     if (step->max_tokens > d->capacity) return -2;
     if (!all_in_range(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
-    int64_t text_chains = d->text ? text_find_chains(d->text) : 0, chain_tokens = step->chain_token_count;
-    if (text_chains < 0) return -1;
+    int64_t text_chains = d->text ? text_find_chains(d->text, d->rates, d->rate_count) : 0;
+    int64_t chain_tokens = step->chain_token_count;
+    if (text_chains < 0) return (int32_t)text_chains;
     for (int64_t i = 0; i < text_chains; i++) {
         Chain chain = d->text->chains[i];
         if (!all_in_range(chain.origins, chain.length, d->rate_count)) return -2;

@@ -135,7 +135,7 @@ typedef struct {
 } Text;
 
 int text_extend(Text *t, const int32_t *tokens, int32_t count, const int32_t *ngrams, int32_t ngram_count);
-int64_t text_find_chains(Text *t);
+int64_t text_find_chains(Text *t, const double *rates, int32_t rate_count);
 
 /* 3. The best-first search. */
 

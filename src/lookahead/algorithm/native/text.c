@@ -3,6 +3,7 @@
 #include "drafter.h"
 
 #define SCAN 24 /* the most earlier positions that a lookup compares */
+#define MIN_SCORE 0.0005 /* a continuation ends before the first token whose score is lower */
 
 void text_free(Text *t) {
     for (int64_t i = 0; i < t->pool_count; i++) free(t->pools[i].ngrams);
@@ -23,6 +24,15 @@ static int32_t *feeder_origins(const Text *t, int feeder) {
     return t->origins + (int64_t)t->set.key + t->set.reach + (int64_t)feeder * t->set.ngram;
 }
 
+/* The bucket of a draft token that follows this many tokens that match: the twin of match_bucket, in
+   sources/calibration.py. */
+static int32_t match_bucket(int32_t matched) {
+    static const int32_t long_matches[] = {16, 24, 32, 48, 64};
+    int32_t bucket = matched < 12 ? matched : 12;
+    for (size_t i = 0; i < sizeof long_matches / sizeof *long_matches; i++) bucket += matched >= long_matches[i];
+    return bucket;
+}
+
 /* NULL: out of memory. */
 Text *text_new(const TextSettings *settings) {
     Text *t = calloc(1, sizeof(Text));
@@ -37,7 +47,8 @@ Text *text_new(const TextSettings *settings) {
         return NULL;
     }
     for (int32_t i = 0; i < (int32_t)matched; i++) {
-        suffix_origins(t)[i] = t->set.suffix + (i < t->set.longest_match ? i : t->set.longest_match);
+        int32_t bucket = match_bucket(i);
+        suffix_origins(t)[i] = t->set.suffix + (bucket < t->set.longest_match ? bucket : t->set.longest_match);
     }
     for (int feeder = 0; feeder < FEEDERS; feeder++) {
         for (int32_t i = 0; i < t->set.ngram; i++) {
@@ -143,23 +154,34 @@ int text_extend(Text *t, const int32_t *tokens, int32_t count, const int32_t *ng
     return 0;
 }
 
+/* How many of `most` tokens with these origins have a score of at least MIN_SCORE, and not less than one: the twin of
+   chain_length, in sources/calibration.py. */
+static int32_t chain_length(const double *rates, const int32_t *origins, int32_t most) {
+    double score = 1.0;
+    for (int32_t length = 0; length < most; length++) {
+        score *= rates[origins[length]];
+        if (score < MIN_SCORE) return length > 1 ? length : 1;
+    }
+    return most;
+}
+
 /* Add the continuation of an earlier match, which ends at `end`. */
-static void add_continuation(Text *t, int64_t *count, int32_t matched, int64_t end) {
+static void add_continuation(Text *t, int64_t *count, int32_t matched, int64_t end, const double *rates) {
     int64_t left = t->length - 1 - end;
-    t->chains[(*count)++] = (Chain){
-        t->tokens + end + 1, suffix_origins(t) + matched, (int32_t)(left < t->set.reach ? left : t->set.reach)
-    };
+    const int32_t *origins = suffix_origins(t) + matched;
+    int32_t most = (int32_t)(left < t->set.reach ? left : t->set.reach);
+    t->chains[(*count)++] = (Chain){t->tokens + end + 1, origins, chain_length(rates, origins, most)};
 }
 
 /* The continuations of the longest earlier matches of the text's end, newest first among equals. */
-static void add_continuations(Text *t, int64_t *count) {
+static void add_continuations(Text *t, int64_t *count, const double *rates) {
     const int32_t *last = t->tokens + t->length - 1;
     int32_t key[3] = {PAD, t->length > 1 ? last[-1] : PAD, *last}, branches = t->set.branches;
     int64_t end = t->length > 1 && t->set.key > 1 ? index_get(t->last_ends, key) : -1;
     if (end < 0) {
         key[1] = PAD;
         end = index_get(t->last_ends, key);
-        for (; end >= 0 && branches--; end = t->previous1[end]) add_continuation(t, count, 1, end);
+        for (; end >= 0 && branches--; end = t->previous1[end]) add_continuation(t, count, 1, end, rates);
         return;
     }
     struct { int32_t matched, end; } found[SCAN];
@@ -171,12 +193,15 @@ static void add_continuations(Text *t, int64_t *count) {
         found[rank].matched = matched;
         found[rank].end = (int32_t)end;
     }
-    for (int32_t i = 0; i < seen && i < branches; i++) add_continuation(t, count, found[i].matched, found[i].end);
+    for (int32_t i = 0; i < seen && i < branches; i++) {
+        add_continuation(t, count, found[i].matched, found[i].end, rates);
+    }
 }
 
-/* Find all chains of the text, those of the most reliable source first. Returns their number. -1: out of memory. */
-int64_t text_find_chains(Text *t) {
+/* Find all chains of the text, those of the most reliable source first. Returns their number. */
+int64_t text_find_chains(Text *t, const double *rates, int32_t rate_count) {
     if (!t->length) return 0;
+    if (t->set.suffix >= 0 && t->set.suffix + t->set.longest_match >= rate_count) return -2;
     int32_t key[3] = {PAD, PAD, t->tokens[t->length - 1]}, index = index_get(t->pool_index, key);
     const Pool *pool = index >= 0 ? &t->pools[index] : NULL;
     int64_t matches = t->set.branches < t->length ? t->set.branches : t->length, count = 0;
@@ -184,7 +209,7 @@ int64_t text_find_chains(Text *t) {
     Chain *chains = grow_array(t->chains, &t->chain_capacity, needed, sizeof *chains);
     if (!chains) return -1;
     t->chains = chains;
-    if (t->set.suffix >= 0) add_continuations(t, &count);
+    if (t->set.suffix >= 0) add_continuations(t, &count, rates);
     for (int feeder = 0; pool && feeder < FEEDERS; feeder++) {
         for (int64_t i = pool->count - 1; i >= 0; i--) {
             const int32_t *ngram = pool->ngrams + i * t->set.ngram;

@@ -8,6 +8,7 @@ the rates along its path: the estimated probability that it is accepted.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,17 @@ from lookahead.config import OTHER_SOURCES, SOURCES
 
 BUCKETS = 128
 """Origins per source: origin = source index * BUCKETS + bucket."""
+
+LONG_MATCHES = (16, 24, 32, 48, 64)
+"""Matches of 1 to 12 tokens have a bucket for each length; longer ones share a bucket from each of these lengths to the
+next. In replayed answers (of the embedded model; reference answers; edited files) the token after the longest match was
+right in 95, 85 and 84% of cases for 12 to 15 matched tokens, and in 100, 92 and 99.9% for 64 to 95."""
+
+MIN_SCORE = 0.0005
+"""A chain ends before the first token whose score is lower: few steps take it, and adding it to the trie costs host
+time. Replayed quotes, where scores are too low at the beginning of a long copy, had an S of 7.8 with 0.002, 8.5 with
+0.0005 and 8.8 with 0; other texts did not differ. Drafts for 16 sequences took 157 us with chains of at most 16 tokens,
+157 with 0.0005 and 162 with 0.0001."""
 
 SOURCE_NAMES = (*SOURCES, *OTHER_SOURCES, "prediction")
 """The sources of a config, and the one of a request."""
@@ -80,13 +92,17 @@ class Calibration:
         self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
     def set_prior(self, source: str, rates: Sequence[float]) -> int:
-        """Set a source's priors, one per bucket, unless they were already set. Returns its first origin.
+        """Set a source's priors, one per bucket, where no rate was set before. Returns its first origin.
 
-        There are at most BUCKETS of them, and the first must not be 0, which means not set.
+        There are at most BUCKETS of them, and none may be 0, which means not set. The state of an earlier release may
+        have rates for only the first buckets.
         """
         base = SOURCE_NAMES.index(source) * BUCKETS
-        if self.rates[base] == 0.0:
-            self.rates[base : base + len(rates)] = array("d", rates)
+        known = self.rates[base : base + len(rates)]
+        if 0.0 in known:
+            self.rates[base : base + len(rates)] = array(
+                "d", [old or prior for old, prior in zip(known, rates, strict=True)]
+            )
         return base
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
@@ -124,6 +140,21 @@ class Calibration:
         self._trials[origin] = trials
         rate = self.rates[origin]
         self.rates[origin] = rate + (right - rate) * (1 / min(trials, self.MEMORY))
+
+
+def match_bucket(matched: int) -> int:
+    """The bucket of a draft token that follows this many tokens that match (see LONG_MATCHES)."""
+    return min(matched, 12) + bisect_right(LONG_MATCHES, matched)
+
+
+def chain_length(rates: Sequence[float], origins: Sequence[int]) -> int:
+    """How many tokens of a chain with these origins have a score of at least MIN_SCORE; not less than one."""
+    score = 1.0
+    for length, origin in enumerate(origins):
+        score *= rates[origin]
+        if score < MIN_SCORE:
+            return max(1, length)
+    return len(origins)
 
 
 def source_of(origin: int) -> str:

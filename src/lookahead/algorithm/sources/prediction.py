@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.draft import Candidates
-from lookahead.algorithm.sources.calibration import Calibration
+from lookahead.algorithm.sources.calibration import Calibration, chain_length
 from lookahead.algorithm.sources.source import Outcome
 
 LONGEST = 12
@@ -53,9 +53,11 @@ class PredictionSource:
 
     def propose(self, text: list[int], candidates: Candidates) -> None:
         for start, matched in self.starts:
-            tokens = self.tokens[start : start + self.length]
-            if tokens:
-                candidates.add_chain(tokens, self.origins[matched : matched + len(tokens)])
+            length = min(self.length, len(self.tokens) - start)
+            if length > 0:
+                origins = self.origins[matched : matched + length]
+                length = chain_length(candidates.rates, origins)
+                candidates.add_chain(self.tokens[start : start + length], origins[:length])
 
     def learn_from(self, outcome: Outcome) -> None:
         pass

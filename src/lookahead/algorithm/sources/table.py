@@ -29,7 +29,11 @@ TABLE = (
     Row(
         "suffix",
         lambda config, memory, pool: SuffixSource(
-            memory.calibration, config.suffix_key, config.suffix_branches, config.suffix_length, config.suffix_oldest
+            memory.calibration,
+            config.suffix_key,
+            config.suffix_branches,
+            max(1, min(config.suffix_length, config.deepest)),
+            config.suffix_oldest,
         ),
     ),
     Row("prompt", lambda config, memory, pool: PromptSource(pool, memory.calibration, config.ngram)),
