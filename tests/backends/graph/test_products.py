@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from lookahead.backends.graph.matrices import cublaslt
+from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.matrices.kernel_cache import VERSION, KernelCache
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
+from lookahead.models.spec import Matrix
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -364,3 +366,21 @@ def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: to
         assert torch.equal(out[:size], whole.repeat(8, 1)[:size]), size
     if products.library is not None:
         assert all(plan.run is not by_torch for plan in plans.values())
+
+
+@pytest.mark.parametrize(("columns", "stride"), [(128, 128), (131, 192), (61, 64)])
+def test_rows_of_odd_widths_are_aligned(columns: int, stride: int) -> None:
+    """As those of logits; where the width is odd, the last columns have a product of their own."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    linear = torch.nn.Linear(256, columns, bias=False, device=device, dtype=dtype)
+    matrix = DenseMatrices(Products(device, dtype, invariant=True)).lower(Matrix((linear,)), 64)
+    out = matrix.new_out(192)
+    assert out.shape == (192, columns)
+    assert out.stride() == (stride, 1)
+    x = torch.randn(192, 256, device=device, dtype=dtype)
+    for rows in (1, 3, 128, 192):
+        out.fill_(torch.nan)
+        matrix.plan(rows)(x, out)
+        expected = x[:rows].float() @ linear.weight.float().T
+        torch.testing.assert_close(out[:rows].float(), expected, atol=2e-2, rtol=2e-2)

@@ -140,6 +140,7 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         slow_interpreted(4, 2, 64, 131, 40, 1),
         slow_interpreted(3, 1, 64, 203, 0, 1),
         slow_interpreted(2, 1, 64, 700, 40, 1),
+        *(slow_interpreted(group, 1, 64, 90, 0, 1) for group in (7, 16)),
         *(slow_interpreted(2, 1, 64, 203, window, 1) for window in (1, 7, 16, 31, 64, 100)),
         slow_interpreted(2, 1, 64, 1400, 200, 1),
         slow_interpreted(2, 1, 256, 300, 31, 1),

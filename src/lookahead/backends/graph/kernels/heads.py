@@ -25,31 +25,6 @@ def _clamp(x, clip):
 
 
 @triton.jit
-def _load_pairs(source, start, columns, inside, INTERLEAVED: tl.constexpr):
-    """The heads [N, pairs] that start at `start` [N], as the pairs' first and second columns."""
-    low, high = columns
-    if INTERLEAVED:  # a pair's columns are neighbours: loaded apart, half of what is read would be lost
-        pairs = source + start[:, None, None] + low[None, :, None] + tl.arange(0, 2)[None, None, :]
-        a, b = tl.split(tl.load(pairs, mask=inside[:, :, None], other=0.0))
-    else:
-        a = tl.load(source + start[:, None] + low[None, :], mask=inside, other=0.0)
-        b = tl.load(source + start[:, None] + high[None, :], mask=inside, other=0.0)
-    return a, b
-
-
-@triton.jit
-def _store_pairs(target, start, a, b, columns, inside, INTERLEAVED: tl.constexpr):
-    """As `_load_pairs`."""
-    low, high = columns
-    if INTERLEAVED:
-        pairs = target + start[:, None, None] + low[None, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(pairs, tl.join(a, b), mask=inside[:, :, None])
-    else:
-        tl.store(target + start[:, None] + low[None, :], a, mask=inside)
-        tl.store(target + start[:, None] + high[None, :], b, mask=inside)
-
-
-@triton.jit
 def _gain(weight, at, inside, offset, KIND: tl.constexpr):
     """Weight + offset in fp32. A norm that rounds first adds them in the weight's dtype."""
     gain = tl.load(weight + at, mask=inside, other=0.0)
@@ -128,11 +103,12 @@ def _rotate_write(
     source = head
     if order is not None:
         source = tl.load(order + head, mask=there, other=0)
-    columns = low, high
-    a, b = _load_pairs(qkv + token * SOURCES * DIM, source * DIM, columns, inside, INTERLEAVED)
+    at_low, at_high = source[:, None] * DIM + low[None, :], source[:, None] * DIM + high[None, :]
+    a = tl.load(qkv + token * SOURCES * DIM + at_low, mask=inside, other=0.0)
+    b = tl.load(qkv + token * SOURCES * DIM + at_high, mask=inside, other=0.0)
     if bias is not None:
-        a_bias, b_bias = _load_pairs(bias, source * DIM, columns, inside, INTERLEAVED)
-        a, b = a + a_bias, b + b_bias
+        a = a + tl.load(bias + at_low, mask=inside, other=0.0)
+        b = b + tl.load(bias + at_high, mask=inside, other=0.0)
     if clip is not None:
         a, b = _clamp(a, clip), _clamp(b, clip)
     # 3. Norms and rotation.
@@ -142,7 +118,7 @@ def _rotate_write(
     normed: tl.constexpr = Q_KIND + K_KIND + V_KIND > 0
     if normed and not NORMS_LAST:
         first, second = _norm_pairs(
-            first, second, head, columns, real, q_norm, k_norm, v_norm, q_eps, k_eps, v_eps,
+            first, second, head, (low, high), real, q_norm, k_norm, v_norm, q_eps, k_eps, v_eps,
             q_offset, k_offset, v_offset, HEADS, KV_HEADS, DIM, Q_KIND, K_KIND, V_KIND, a.dtype,
         )  # fmt: skip
     if cosine is not None:
@@ -154,7 +130,7 @@ def _rotate_write(
     if normed and NORMS_LAST:
         first, second = first.to(a.dtype).to(tl.float32), second.to(a.dtype).to(tl.float32)
         first, second = _norm_pairs(
-            first, second, head, columns, real, q_norm, k_norm, v_norm, q_eps, k_eps, v_eps,
+            first, second, head, (low, high), real, q_norm, k_norm, v_norm, q_eps, k_eps, v_eps,
             q_offset, k_offset, v_offset, HEADS, KV_HEADS, DIM, Q_KIND, K_KIND, V_KIND, a.dtype,
         )  # fmt: skip
     a, b = first.to(a.dtype), second.to(b.dtype)
@@ -166,15 +142,19 @@ def _rotate_write(
     # 4. Queries keep the order of the rows; keys and values go to their cells.
     cell = tl.load(cells + token).to(tl.int64)
     is_q = inside & (head < HEADS)[:, None]
-    _store_pairs(q, (token * HEADS + head) * DIM, a, b, columns, is_q, INTERLEAVED)
+    at = q + (token * HEADS + head)[:, None] * DIM
+    tl.store(at + low[None, :], a, mask=is_q)
+    tl.store(at + high[None, :], b, mask=is_q)
     if KV_HEADS > 0:
         base = cell // PAGE * KV_HEADS
         is_k = inside & ((head >= HEADS) & rotated)[:, None]
-        at = ((base + head - HEADS) * PAGE + cell % PAGE) * DIM
-        _store_pairs(keys, at, a, b, columns, is_k, INTERLEAVED)
+        at = keys + ((base + head - HEADS) * PAGE + cell % PAGE)[:, None] * DIM
+        tl.store(at + low[None, :], a, mask=is_k)
+        tl.store(at + high[None, :], b, mask=is_k)
         is_v = inside & (head >= HEADS + KV_HEADS)[:, None]
-        at = ((base + head - HEADS - KV_HEADS) * PAGE + cell % PAGE) * DIM
-        _store_pairs(values, at, a, b, columns, is_v, INTERLEAVED)
+        at = values + ((base + head - HEADS - KV_HEADS) * PAGE + cell % PAGE)[:, None] * DIM
+        tl.store(at + low[None, :], a, mask=is_v)
+        tl.store(at + high[None, :], b, mask=is_v)
 
 
 def rotate_write(

@@ -107,8 +107,9 @@ def list_size(nodes: int, tiles: Tiles, group: int) -> int:
 
 
 def _tokens(tiles: Tiles, group: int) -> int:
-    """Maximum tokens of a tile, rounded up to a power of two. Its first and last token may be only partly in it."""
-    return triton.next_power_of_2(tiles.block_m // group + 2 * (tiles.block_m % group > 0))
+    """Maximum tokens of a tile, rounded up to a power of two, at least 16. Its first and last token may be only partly
+    in it."""
+    return max(16, triton.next_power_of_2(tiles.block_m // group + 2 * (tiles.block_m % group > 0)))
 
 
 def list_paths(rows: Rows, lists: torch.Tensor, tiles: Tiles, group: int) -> torch.Tensor:

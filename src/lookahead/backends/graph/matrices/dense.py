@@ -20,10 +20,17 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class DenseMatrix:
-    """W [out, in] and its bias [out] or None. `like` are all the model's matrices of this shape, this one included."""
+    """W [out, in] and its bias [out] or None. `like` are all the model's matrices of this shape, this one included.
 
-    def __init__(self, matrix: Matrix, products: Products, like: list[torch.Tensor]) -> None:
+    `alignment`: rows of its products begin at multiples of this, in memory of `new_out`. If `out` is no multiple of it,
+    the last columns have a product of their own: fast kernels take neither odd rows nor odd numbers of columns.
+    """
+
+    def __init__(self, matrix: Matrix, products: Products, like: list[torch.Tensor], alignment: int = 1) -> None:
         self.weight, self.bias = fuse_weights(matrix)
+        self._aligned = self.out // alignment * alignment
+        if self._aligned < self.out:
+            products = products.with_stride(self._aligned + alignment)
         self._products, self._like = products, like
         like.append(self.weight)
 
@@ -42,8 +49,18 @@ class DenseMatrix:
 
     def plan(self, rows: int) -> Multiply:
         """The product for a step of this many rows, without the bias: the kernel that reads the product adds it."""
-        product, weight = self._products.plan(self.weight, rows, self._like), self.weight
-        return lambda x, out: product(x, weight, out)
+        product, weight = self._products.plan, self.weight
+        if self._aligned == self.out:
+            run = product(weight, rows, self._like)
+            return lambda x, out: run(x, weight, out)
+        parts = [part for part in (slice(self._aligned), slice(self._aligned, None)) if len(weight[part])]
+        planned = [(product(weight[part], rows), weight[part], part) for part in parts]
+
+        def multiply(x: torch.Tensor, out: torch.Tensor) -> None:
+            for run, own, part in planned:
+                run(x, own, out[:, part])
+
+        return multiply
 
 
 class DenseMatrices:
@@ -54,10 +71,7 @@ class DenseMatrices:
         self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def lower(self, matrix: Matrix, alignment: int = 1) -> DenseMatrix:
-        """`alignment`: rows of its products begin at multiples of this, in memory of `DenseMatrix.new_out`."""
-        aligned = matrix.shape[0] % alignment == 0
-        products = self._products if aligned else self._products.with_alignment(alignment)
-        return DenseMatrix(matrix, products, self._like.setdefault(matrix.shape, []))
+        return DenseMatrix(matrix, self._products, self._like.setdefault(matrix.shape, []), alignment)
 
 
 @torch.inference_mode(False)

@@ -86,20 +86,21 @@ class Pieces:
 
 
 @cache
-def products_of(device: torch.device, dtype: torch.dtype, invariant: bool, alignment: int = 1) -> Products:
+def products_of(device: torch.device, dtype: torch.dtype, invariant: bool, stride: int = 0) -> Products:
     """The `Products` shared by all models: the kernel for a matrix shape serves every model with that shape."""
-    return Products(device, dtype, invariant, alignment)
+    return Products(device, dtype, invariant, stride)
 
 
 class Products:
-    """Plans the products of one dtype on one device. Rows of a result begin at multiples of `alignment`.
+    """Plans the products of one dtype on one device. Rows of a result are `stride` numbers apart; with 0 they follow one
+    another.
 
     `library` is cuBLASLt where it helps: in half precision on Hopper GPUs. Elsewhere it is None, and torch chooses the
     kernels.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool, alignment: int = 1) -> None:
-        self.device, self.dtype, self.invariant, self.alignment = device, dtype, invariant, alignment
+    def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool, stride: int = 0) -> None:
+        self.device, self.dtype, self.invariant, self.stride = device, dtype, invariant, stride
         known = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
         self.library: Any = cublaslt.library(device) if known and dtype in cublaslt.TYPES else None
         self.kernel_cache = KernelCache(self._facts() if self.library is not None else None)
@@ -112,18 +113,15 @@ class Products:
         """What the fastest kernels depend on, including the version of the search."""
         name = torch.cuda.get_device_name(self.device)
         facts = {"device": name, "dtype": str(self.dtype), "library": str(self.library.version()), "search": SEARCH}
-        return facts if self.alignment == 1 else {**facts, "alignment": str(self.alignment)}
+        return {**facts, "stride": str(self.stride)} if self.stride else facts
 
-    def with_alignment(self, alignment: int) -> Products:
-        """The same, with another alignment of the results."""
-        return products_of(self.device, self.dtype, self.invariant, alignment)
+    def with_stride(self, stride: int) -> Products:
+        """The same, with results whose rows are this far apart."""
+        return products_of(self.device, self.dtype, self.invariant, stride)
 
     def new_out(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
         """Memory [rows, outer] for a product with this weight [outer, inner]."""
-        return weight.new_empty(rows, self._stride(len(weight)))[:, : len(weight)]
-
-    def _stride(self, outer: int) -> int:
-        return -(-outer // self.alignment) * self.alignment
+        return weight.new_empty(rows, self.stride or len(weight))[:, : len(weight)]
 
     def plan(self, weight: torch.Tensor, size: int, like: Sequence[torch.Tensor] = ()) -> Product:
         """Plan the product of `size` rows with this weight [outer, inner]. `like`: the model's weights of the same
@@ -226,7 +224,7 @@ class Products:
 
     def _problem(self, shape: torch.Size, rows: int) -> cublaslt.Problem:
         outer, inner = shape
-        return cublaslt.Problem(self.library, rows, outer, inner, self.dtype, self._stride(outer))
+        return cublaslt.Problem(self.library, rows, outer, inner, self.dtype, self.stride)
 
     def _cached(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
         """The fastest kernel that an earlier process has found."""
