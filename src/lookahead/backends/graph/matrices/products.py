@@ -92,7 +92,7 @@ def products_of(device: torch.device, dtype: torch.dtype, invariant: bool, strid
 
 
 class Products:
-    """Plans the products of one dtype on one device. Rows of a result are `stride` numbers apart; with 0 they follow one
+    """Plans the products of one dtype on one device. Rows of a result are `stride` numbers apart, with 0 next to one
     another.
 
     `library` is cuBLASLt where it helps: in half precision on Hopper GPUs. Elsewhere it is None, and torch chooses the
