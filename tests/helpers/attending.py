@@ -128,7 +128,7 @@ def check_invariance(
         grid = Grid.UNSPLIT if unsplit else Grid.SINGLE if len(step.parts) == 1 else Grid.SPLIT
         tiling = Tiling(TileSize.SMALL if small else TileSize.LARGE, grid)
         tiles = tiles_for(len(step.q), shape, tiling, invariant=True)
-        tiles = replace(tiles, splits=5, near_splits=3, processors=1, programs=16 if unsplit else 32)
+        tiles = replace(tiles, splits=5, near_splits=3, processors=1, programs=16 if unsplit else 128)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, out=out)
 
