@@ -33,9 +33,9 @@ class EmbeddingLayer:
 
 
 LOGITS_ALIGNMENT = 64
-"""Rows of logits begin at multiples of this many numbers. Next to one another, rows of an odd vocabulary would begin
-anywhere, which the fast kernels of a matrix product do not take: on an H200 the product of one row with a head of
-49,159 x 4,096 takes 505 us then, and 110 us is what reading it takes."""
+"""Rows of logits begin at multiples of this many numbers, and columns beyond a multiple of it have a product of their
+own (see `DenseMatrix`). On an H200 the product of one row with a head of 49,159 x 4,096 took 505 us without either,
+where reading the matrix takes 100 us."""
 
 
 class HeadLayer:

@@ -23,7 +23,7 @@ class DenseMatrix:
     """W [out, in] and its bias [out] or None. `like` are all the model's matrices of this shape, this one included.
 
     `alignment`: rows of its products begin at multiples of this, in memory of `new_out`. If `out` is no multiple of it,
-    the last columns have a product of their own: fast kernels take neither odd rows nor odd numbers of columns.
+    the last columns have a product of their own, so that the others have sizes that fast kernels are made for.
     """
 
     def __init__(self, matrix: Matrix, products: Products, like: list[torch.Tensor], alignment: int = 1) -> None:
