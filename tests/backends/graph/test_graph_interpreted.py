@@ -204,7 +204,7 @@ def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., Graph
     def noting(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = next(arg for arg in args if isinstance(arg, attention.Workspace))
         result = attention.attend(q, *args, **kwargs)
-        given[len(q)] = [x.data_ptr() for x in (work.part, work.top, work.arrived, work.order)]
+        given[len(q)] = [x.data_ptr() for x in (work.part, work.top, work.arrived, work.paths)]
         return result
 
     backend.runner.state.ops.attend = noting

@@ -14,6 +14,7 @@ from lookahead.backends.graph.matrices import cublaslt
 from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.matrices.kernel_cache import VERSION, KernelCache
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
+from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Matrix
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -370,11 +371,11 @@ def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: to
 
 @pytest.mark.parametrize(("columns", "stride"), [(128, 128), (131, 192), (61, 64)])
 def test_rows_of_odd_widths_are_aligned(columns: int, stride: int) -> None:
-    """As those of logits; where the width is odd, the last columns have a product of their own."""
+    """As those of logits; where the width is odd, the last columns have a kernel of their own."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     linear = torch.nn.Linear(256, columns, bias=False, device=device, dtype=dtype)
-    matrix = DenseMatrices(Products(device, dtype, invariant=True)).lower(Matrix((linear,)), 64)
+    matrix = DenseMatrices(Products(device, dtype, invariant=True), Ops(device)).lower(Matrix((linear,)), 64)
     out = matrix.new_out(192)
     assert out.shape == (192, columns)
     assert out.stride() == (stride, 1)

@@ -48,6 +48,7 @@ class Ops:
         self.embed: Any = reference_layers.embed
         self.add_norm: Any = reference_layers.add_norm
         self.activate: Any = reference_layers.activate
+        self.last_columns: Any = reference_layers.last_columns
         self.finish_logits: Any = reference_layers.finish_logits
 
     def _use_kernels(self) -> None:
@@ -58,8 +59,8 @@ class Ops:
         self.move_accepted, self.copy_pinned = copies.move_accepted, copies.copy_pinned
         self.copy_packet, self.locate_rows = copies.copy_packet, locate.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
-        self.embed, self.add_norm = ends.embed, norms.add_norm
-        self.activate, self.finish_logits = activations.activate, ends.finish_logits
+        self.embed, self.last_columns, self.finish_logits = ends.embed, ends.last_columns, ends.finish_logits
+        self.activate, self.add_norm = activations.activate, norms.add_norm
 
     def compile_launched(self, work: Callable[[], object]) -> None:
         """Compile, in several threads, the kernels that `work` launches, without running them; nothing on a CPU."""

@@ -60,3 +60,25 @@ def test_finish_logits(device: torch.device, dtype: torch.dtype, biased: bool, s
     ends.finish_logits(alone, bias, scale, cap)
     assert torch.equal(alone[0], results[0][1])
     assert torch.equal(results[0], logits) == (not biased and scale == 1.0 and cap is None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "inner"), [(7, 4096), (1, 40), (54, 600)])
+def test_last_columns(device: torch.device, dtype: torch.dtype, columns: int, inner: int) -> None:
+    """They are written to the end of longer rows, and a row has the same bits among any others, also where products
+    cancel."""
+    make = Maker(device, dtype)
+    x, weight = make.random(5, inner), make.random(columns, inner)
+    half = inner // 2
+    x[1, half : 2 * half], weight[:, half : 2 * half] = x[1, :half].flip(0), -weight[:, :half].flip(1)
+    results = [torch.full((5, 64 + columns), float("nan"), dtype=dtype, device=device) for _ in range(2)]
+    for module, result in zip((ends, reference_layers), results, strict=True):
+        module.last_columns(x, weight, result[:, 64:])
+    assert bool(results[0][:, :64].isnan().all())
+    # Where products cancel, all that is left is rounding, so that row is compared on the scale of the others.
+    assert close(*(result[[0, 2, 3, 4], 64:] for result in results))
+    torch.testing.assert_close(results[0][1, 64:], results[1][1, 64:], atol=1e-2, rtol=0)
+    for rows in (slice(1, 2), slice(1, 4)):
+        some = torch.full((rows.stop - rows.start, columns), float("nan"), dtype=dtype, device=device)
+        ends.last_columns(x[rows], weight, some)
+        assert torch.equal(some, results[0][rows, 64:])

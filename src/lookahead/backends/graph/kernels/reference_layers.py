@@ -72,6 +72,11 @@ def activate(
     out.copy_(active if up is None else active * up)
 
 
+def last_columns(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """As `ends.last_columns`."""
+    torch.mm(x, weight.t(), out=out)
+
+
 def finish_logits(logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None) -> None:
     """As `ends.finish_logits`."""
     wide = logits.float() if bias is None else logits.float() + bias.float()

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from lookahead.backends.graph.matrices.products import Products
+from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Matrix
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
@@ -23,11 +24,14 @@ class DenseMatrix:
     """W [out, in] and its bias [out] or None. `like` are all the model's matrices of this shape, this one included.
 
     `alignment`: rows of its products begin at multiples of this, in memory of `new_out`. If `out` is no multiple of it,
-    the last columns have a product of their own, so that the others have sizes that fast kernels are made for.
+    the last columns have a kernel of their own, so that the others have sizes that fast kernels are made for.
     """
 
-    def __init__(self, matrix: Matrix, products: Products, like: list[torch.Tensor], alignment: int = 1) -> None:
+    def __init__(
+        self, matrix: Matrix, products: Products, ops: Ops, like: list[torch.Tensor], alignment: int = 1
+    ) -> None:
         self.weight, self.bias = fuse_weights(matrix)
+        self._last_columns = ops.last_columns
         self._aligned = self.out // alignment * alignment
         if self._aligned < self.out:
             products = products.with_stride(self._aligned + alignment)
@@ -53,12 +57,14 @@ class DenseMatrix:
         if self._aligned == self.out:
             run = product(weight, rows, self._like)
             return lambda x, out: run(x, weight, out)
-        parts = [part for part in (slice(self._aligned), slice(self._aligned, None)) if len(weight[part])]
-        planned = [(product(weight[part], rows), weight[part], part) for part in parts]
+        aligned, last_columns = self._aligned, self._last_columns
+        first, last = weight[:aligned], weight[aligned:]
+        run_first = product(first, rows) if aligned else None
 
         def multiply(x: torch.Tensor, out: torch.Tensor) -> None:
-            for run, own, part in planned:
-                run(x, own, out[:, part])
+            if run_first is not None:
+                run_first(x, first, out[:, :aligned])
+            last_columns(x[:rows], last, out[:rows, aligned:])
 
         return multiply
 
@@ -66,12 +72,12 @@ class DenseMatrix:
 class DenseMatrices:
     """Lowers the matrices of one model."""
 
-    def __init__(self, products: Products) -> None:
-        self._products = products
+    def __init__(self, products: Products, ops: Ops) -> None:
+        self._products, self._ops = products, ops
         self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def lower(self, matrix: Matrix, alignment: int = 1) -> DenseMatrix:
-        return DenseMatrix(matrix, self._products, self._like.setdefault(matrix.shape, []), alignment)
+        return DenseMatrix(matrix, self._products, self._ops, self._like.setdefault(matrix.shape, []), alignment)
 
 
 @torch.inference_mode(False)
