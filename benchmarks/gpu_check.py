@@ -154,7 +154,9 @@ class GpuCheck:
         """Tokens per second of the default in a steady state."""
         lm, rules = self.lm, StopRules(self.sizes.figure_tokens, self.lm.stop_ids)
         prompts = [lm.encode(prompt) for prompt in self.prompts]
-        load = partial(Load, prompts=prompts, config=lm.default_config, sampling=SamplingParams(), rules=rules)
+        load = partial(
+            Load, prompts=prompts, config=lm.default_config, sampling=SamplingParams(), rules=rules, memory=lm.memory
+        )
         answers = max(1.5 * count, self.sizes.figure_answers)
         return float(steady_state(load, lm.backend, lambda: lm.engine.budget, count, answers)[0]["tok_s"])
 

@@ -10,10 +10,16 @@ import hashlib
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def cache_dir(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
@@ -56,6 +62,31 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
         raise ValueError(f"it holds a {type(content).__name__}, not an object")
     check_version(content.get("version"), version)
     return content
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    """Write an `.npz` file atomically. Only the user can read a folder that is made for it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as part:
+        try:
+            np.savez_compressed(part, **arrays)  # type: ignore[arg-type]
+            part.flush()
+            os.fsync(part.fileno())
+            os.replace(part.name, path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+
+
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of an `.npz` file, after verifying all checksums. NumPy and zipfile each raise their own errors on
+    damage."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged!r} is wrong")
+    with np.load(path, allow_pickle=False) as found:
+        return dict(found)
 
 
 def check_version(found: object, expected: int) -> None:

@@ -17,6 +17,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.failures import CompilerError, DeviceError, brief, clear_errors, out_of_memory
+from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.client import EngineClient
@@ -27,6 +28,7 @@ from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
+from lookahead.loading.bigrams import bigrams
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import INT8, greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
@@ -98,6 +100,14 @@ class LookaheadModel:
             spent = ", ".join(f"{what} {taken:.1f} s" for what, taken in times.items())
             log(f"captured {backend.captures - before} parts of steps in {seconds:.1f} s (so far: {spent})")
         return seconds
+
+    def learn_bigrams(self, log: Callable[[str], None] | None = None) -> None:
+        """Give the memory the model's bigrams, unless they would take too long (see `loading.bigrams`)."""
+        nodes = self.default_config.budget
+        top = self.client.call(lambda: bigrams(self.backend, self.tokenizer, nodes, cache_dir(), log))
+        if top is not None:
+            self.memory.bigrams = self.memory.drafter.new_table()
+            self.memory.bigrams.put_tokens(top)
 
     def remember_fits(self, log: Callable[[str], None]) -> None:
         """Cache the results of `exact_config`, so that what it changes about a config is logged once."""
@@ -283,11 +293,19 @@ def load(
     if log is not None and rounds:
         half = str(loaded.dtype).removeprefix("torch.")
         log(f"note: in {half} on this backend, rounding may make a text differ from that of token-by-token decoding")
-    if config is None:
-        with clear_errors(loaded.device):
+    fit_to_machine(loaded, config, log)
+    return loaded
+
+
+def fit_to_machine(loaded: LookaheadModel, config: LookaheadConfig | None, log: Callable[[str], None] | None) -> None:
+    """Set what is measured or computed once per model and machine: the default config, if none was given, the cost of a
+    pass, and the model's bigrams."""
+    with clear_errors(loaded.device):
+        if config is None:
             loaded.default_config = default_config(loaded.name, loaded.backend, log)
             loaded.engine.budget.cost = batch_cost(loaded.backend, loaded.default_config, log)
-    return loaded
+        if "recycle" in loaded.default_config.active_sources:
+            loaded.learn_bigrams(log)
 
 
 def prepared(

@@ -18,7 +18,7 @@ from lookahead.algorithm.draft import RECYCLE_BONUS, Candidates, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import CHAIN_MASS, PythonDrafter
-from lookahead.algorithm.successors import Successors, SuccessorTables
+from lookahead.algorithm.successors import ORIGIN_GROUPS, Successors, SuccessorTables
 from lookahead.algorithm.tree import DraftTokens
 
 TEXT = [3, 1, 2]
@@ -45,7 +45,7 @@ def draft_of(
     text: Sequence[int] = TEXT,
 ) -> Candidates:
     """Candidates after the text with these chains and successors."""
-    padded = [*rates, *[0.0] * (FIRST_ORIGIN + 6 * LEVELS - len(rates))]
+    padded = [*rates, *[0.0] * (FIRST_ORIGIN + ORIGIN_GROUPS * LEVELS - len(rates))]
     candidates = Candidates.after(text, array("d", padded))
     for chain in chains:
         candidates.add_chain(*chain)

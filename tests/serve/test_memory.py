@@ -16,7 +16,8 @@ from http_server import running
 import lookahead
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.serve.memory import MOST_BROKEN, fill_from_arrays, folder_of, read, to_arrays, write
+from lookahead.cache import write_arrays
+from lookahead.serve.memory import MOST_BROKEN, fill_from_arrays, folder_of, read, to_arrays
 
 KEYS = ("first-secret", "second-secret")
 
@@ -33,7 +34,7 @@ def filled(keys: int = 5) -> SharedMemory:
 
 def test_a_memory_comes_back_as_it_was(tmp_path: Path) -> None:
     memory, path = filled(), tmp_path / "one" / "key.npz"
-    write(path, to_arrays(memory, 100))
+    write_arrays(path, to_arrays(memory, 100))
     for drafter in (None, PythonDrafter()):
         again = SharedMemory(drafter)
         assert read(path, again)
@@ -73,7 +74,7 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
         arrays["trust"] = arrays["trust"] + np.inf
     elif harm == "pickle":
         arrays["keys"] = np.array([{"a": 1}], dtype=object)
-    write(path, arrays)
+    write_arrays(path, arrays)
     if harm == "cut":
         path.write_bytes(path.read_bytes()[:150])
     elif harm == "empty":
@@ -94,7 +95,7 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
 def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pytest.LogCaptureFixture) -> None:
     """Random damage of a real file: it is set aside, or what it holds is what was saved."""
     path, rng, memory = tmp_path / "key.npz", random.Random(keys), filled(keys)
-    write(path, to_arrays(memory, 10_000))
+    write_arrays(path, to_arrays(memory, 10_000))
     whole, saved, aside = path.read_bytes(), sorted(memory.successors.items()), 0
     for number in range(300):
         damaged = bytearray(whole)
@@ -116,7 +117,7 @@ def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pyt
     assert aside > 200
     assert len(list(tmp_path.glob("*.broken*"))) <= MOST_BROKEN
     assert len(caplog.records) == aside
-    write(path, to_arrays(memory, 10_000))
+    write_arrays(path, to_arrays(memory, 10_000))
     assert read(path, SharedMemory())
 
 
@@ -128,7 +129,7 @@ def test_a_folder_in_place_of_the_file(tmp_path: Path, caplog: pytest.LogCapture
         assert (tmp_path / name / "something").exists()
         assert f"{path} cannot be read" in caplog.text
         assert f"set aside as {tmp_path / name}" in caplog.text
-    write(path, to_arrays(filled(), 100))
+    write_arrays(path, to_arrays(filled(), 100))
     assert read(path, memory)
 
 
@@ -139,7 +140,7 @@ def test_no_permission(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeyp
         raise PermissionError(13, "Permission denied")
 
     path, memory = tmp_path / "key.npz", SharedMemory()
-    write(path, to_arrays(filled(), 100))
+    write_arrays(path, to_arrays(filled(), 100))
     monkeypatch.setattr(zipfile, "ZipFile", forbidden)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", forbidden)
@@ -157,7 +158,7 @@ def test_a_server_starts_with_a_damaged_file_and_saves_again(
 ) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings)
     path = folder_of(loaded, tmp_path) / "shared.npz"
-    write(path, to_arrays(filled(), 100))
+    write_arrays(path, to_arrays(filled(), 100))
     content = bytearray(path.read_bytes())
     begin = content.index(b"keys.npy") + len(b"keys.npy")
     content[begin : begin + 40] = b"\xff" * 40  # no block of deflate begins like this

@@ -77,7 +77,7 @@ class DecodingSequence:
         self._unlearned: tuple[TokenTree, StepOutput, Verdict] | None = None
         self.best_refused = 0.0  # the best score that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
-            memory = SharedMemory(None if memory is None else memory.drafter)
+            memory = SharedMemory() if memory is None else memory.new()
         self._memory, self._trust = memory, memory.calibration.trust
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)

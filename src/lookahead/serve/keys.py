@@ -102,7 +102,7 @@ class KeyRing:
                 owner.rights = key.rights
             if not share:
                 owner.salt, owner.file = secrets.token_hex(16), hashed.hex()[:24]
-                owner.memory = SharedMemory(memory.drafter)
+                owner.memory = memory.new()
             self.owners.append(owner)
 
     def owner(self, authorization: str | None) -> Owner:

@@ -11,11 +11,9 @@ import hashlib
 import json
 import logging
 import os
-import zipfile
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +23,7 @@ from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import BEFORE_TEXT, MAX_SUCCESSORS
 from lookahead.backends.failures import DeviceError
-from lookahead.cache import check_version
+from lookahead.cache import Arrays, check_version, read_arrays, write_arrays
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
 from lookahead.serve.settings import ServeSettings
@@ -42,7 +40,6 @@ NO_TOKEN = -(1 << 31)
 MOST_BROKEN = 10
 """The most unreadable files kept under other names; then the first is overwritten."""
 R = TypeVar("R")
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 def folder_of(model: LookaheadModel, base: Path) -> Path:
@@ -92,41 +89,17 @@ def check_numbers(keys: npt.NDArray[np.int32]) -> None:
         raise ValueError(f"levels that are not 0 to {LEVELS - 1}")
 
 
-def write(path: Path, arrays: Arrays) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as part:
-        try:
-            np.savez_compressed(part, **arrays)  # type: ignore[arg-type]
-            part.flush()
-            os.fsync(part.fileno())
-            os.replace(part.name, path)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
-
-
 def read(path: Path, memory: SharedMemory) -> bool:
     """Fill a memory from a file. Returns False if it is missing, or unreadable: then it is renamed with a warning."""
     remove_parts(path)
     try:
-        fill_from_arrays(memory, load(path))
+        fill_from_arrays(memory, read_arrays(path))
     except FileNotFoundError:
         return False
     except Exception as error:  # zlib, zipfile and NumPy each raise their own errors on damage
         set_aside(path, f"{type(error).__name__}: {error}")
         return False
     return True
-
-
-def load(path: Path) -> Arrays:
-    """The arrays of a file, after verifying all checksums."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of {damaged!r} is wrong")
-    with np.load(path, allow_pickle=False) as found:
-        return dict(found)
 
 
 def remove_parts(path: Path) -> None:
@@ -189,7 +162,7 @@ class MemorySaver:
             copy = partial(to_arrays, owner.memory, self.settings.memory_keys)
             try:
                 arrays = await self.in_worker(partial(self._between_steps, copy))
-                await self.in_worker(partial(write, self.path(owner), arrays))
+                await self.in_worker(partial(write_arrays, self.path(owner), arrays))
             except (OSError, RuntimeError) as error:
                 log.warning("the memory of %s cannot be written: %s", owner.name, error)
 

@@ -82,7 +82,7 @@ def _watched(run: Run, steps: Iterator[Any]) -> Generator[None, None, None]:
 class Trial:
     """A candidate's runs, one per round. `relative` are its factors over those of plain decoding, round by round."""
 
-    memory: SharedMemory = field(default_factory=SharedMemory)
+    memory: SharedMemory
     runs: list[Run] = field(default_factory=list)
     relative: list[float] = field(default_factory=list)
 

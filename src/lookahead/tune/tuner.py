@@ -11,7 +11,6 @@ import torch
 
 from lookahead.algorithm.budget import weighing_curve
 from lookahead.algorithm.cost import CostCurve
-from lookahead.algorithm.sources import SharedMemory
 from lookahead.engine.settings import RequestSettings
 from lookahead.loading import profiles
 from lookahead.loading.timing import WIDE_SIZES, measure
@@ -134,10 +133,15 @@ class Tuner:
     def round(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """One prompt by each of these, beside plain decoding."""
         for group in self._groups(candidates):
-            asked = [(one.config, self.trials.setdefault(one, Trial()).memory) for one in group]
+            asked = [(one.config, self.trial(one).memory) for one in group]
             runs = weave(self.model, prompt, asked, self.settings)
             for one, run in zip(group, runs, strict=True):
                 self.trials[one].add(run, self.table, runs[0])
+
+    def trial(self, candidate: Candidate) -> Trial:
+        if candidate not in self.trials:
+            self.trials[candidate] = Trial(self.model.memory.new())
+        return self.trials[candidate]
 
     def _groups(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
         others = [one for one in candidates if one is not self.plain]
@@ -149,7 +153,7 @@ class Tuner:
             return
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")
         for group in self._groups(candidates):  # what happens once per shape of a step happens here
-            asked = [(one.config, SharedMemory()) for one in group]
+            asked = [(one.config, self.model.memory.new()) for one in group]
             weave(self.model, prompts[0], asked, replace(self.settings, max_tokens=WARM_UP_TOKENS))
         for prompt in prompts:
             self.round(prompt, candidates)

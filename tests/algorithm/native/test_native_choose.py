@@ -22,8 +22,9 @@ from lookahead.algorithm.draft import CachedInputs, Candidates, Draft, Drafter, 
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.output import StepOutput, StepResults
+from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import PythonDrafter
-from lookahead.algorithm.successors import SuccessorTables
+from lookahead.algorithm.successors import ORIGIN_GROUPS, SuccessorTables
 from lookahead.algorithm.tree import DraftTokens, TokenTree, window_layout
 from lookahead.algorithm.verify import Verdict
 
@@ -113,7 +114,7 @@ def test_a_branch_of_another_layout_is_refused(drafter: Drafter) -> None:
 
 def candidates_with_memory(text: list[int]) -> Candidates:
     """Candidates with a text and tables in C."""
-    candidates = Candidates.after(text, array("d", [0.5] * 100))
+    candidates = Candidates.after(text, array("d", [0.5] * ORIGIN_GROUPS * LEVELS))
     candidates.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
     candidates.text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 0, -1, -1, 0, 0))
     candidates.text.extend(text)

@@ -34,7 +34,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.recycle import RecycleSource
-from lookahead.algorithm.successors import MAX_SUCCESSORS, SuccessorDict, Successors, SuccessorTables
+from lookahead.algorithm.successors import MAX_SUCCESSORS, ORIGIN_GROUPS, SuccessorDict, Successors, SuccessorTables
 from lookahead.algorithm.tree import DraftTokens, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
@@ -211,7 +211,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
         "rates": rates,
         "levels": draw(st.randoms(use_true_random=False)),
         "chains": chains,
-        "tables": draw(st.none() | st.tuples(many, many, st.none() | many)),
+        "tables": draw(st.none() | st.tuples(many, many, st.none() | many, st.none() | many)),
         "text": draw(st.lists(token, min_size=1, max_size=4)),
         "limits": Limits(
             draw(st.integers(-1, 60)),
@@ -229,10 +229,10 @@ def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> D
     for chain in case["chains"]:
         candidates.add_chain(*chain)
     if case["tables"] is not None:
-        *own, shared = case["tables"]
-        source = RecycleSource(drafter.new_table, None if shared is None else drafter.new_table(), calibration)
+        others = [None if entries is None else drafter.new_table() for entries in case["tables"][2:]]
+        source = RecycleSource(drafter.new_table, others[0], calibration, others[1])
         tables = source.tables
-        for table, entries in zip((tables.last, tables.own, tables.shared), (*own, shared), strict=True):
+        for table, entries in zip((tables.last, tables.own, *others), case["tables"], strict=True):
             for key, value in (entries or {}).items():
                 table.put(key, value)
         source.propose(case["text"], candidates)
@@ -248,7 +248,7 @@ def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
     for place, rate in enumerate(case["rates"]):
         calibration.rates[place] = rate
     if case["levels"].random() < 0.5:
-        for kind in range(6):
+        for kind in range(ORIGIN_GROUPS):
             place = first + kind * LEVELS + case["levels"].randrange(LEVELS)
             calibration.rates[place] = case["levels"].choice(case["rates"])
     assert repr(grown(OURS, case, calibration)) == repr(grown(TWIN, case, calibration))
@@ -259,7 +259,7 @@ def test_a_chain_goes_before_a_successor_of_the_same_score() -> None:
     calibration = Calibration()
     first = RecycleSource(SuccessorDict, None, calibration).tables.first_origin
     calibration.rates[0], calibration.rates[first + 2 * LEVELS] = 0.5, 1.0
-    case = {"tables": ({}, {(3,): (7, 0)}, None), "chains": [([8], [0])], "text": [3], "limits": Limits(2, 1)}
+    case = {"tables": ({}, {(3,): (7, 0)}, None, None), "chains": [([8], [0])], "text": [3], "limits": Limits(2, 1)}
     ours, twins = grown(OURS, case, calibration), grown(TWIN, case, calibration)
     assert (list(ours.tokens), list(ours.scores)) == ([8, 7], [0.5, 0.5])
     assert ours == twins
@@ -274,7 +274,7 @@ def test_a_large_draft_takes_all_of_the_room() -> None:
     own = {(t,): (*rng.sample(range(500), 8), *sorted(some(8, LEVELS))) for t in range(500)}
     shared = {(a, b): (*rng.sample(range(500), 8), *[3] * 8) for a in range(60) for b in range(60)}
     case: dict[str, Any] = {
-        "tables": ({}, own, shared),
+        "tables": ({}, own, shared, {(t,): (*rng.sample(range(500), 8), *[5] * 8) for t in range(500)}),
         "chains": [(some(30, 500), some(30, 100)) for _ in range(60)],
         **{"text": [1, 2, 3], "limits": Limits(2000, 40, None, 20)},
     }

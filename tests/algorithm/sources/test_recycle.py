@@ -45,7 +45,7 @@ def source_of(drafter: Drafter, shared: SuccessorTable | None = None) -> Recycle
 
 
 def kind_of(source: RecycleSource, found: tuple[Successors, int] | None) -> int:
-    """0 to 5: which kind of key answered."""
+    """0 to 6: which kind of key answered."""
     assert found is not None
     kind, level = divmod(found[1] - source.tables.first_origin, LEVELS)
     assert level == 0
@@ -69,7 +69,7 @@ def test_successors_are_kept_under_their_last_three_two_and_one_tokens(drafter: 
     assert [kind_of(source, answer) for answer in found] == [0, 1, 2]
     calibration = Calibration()
     first = RecycleSource(drafter.new_table, None, calibration).tables.first_origin
-    for kind, priors in enumerate((*RecycleSource.PRIORS, *RecycleSource.PRIORS)):
+    for kind, priors in enumerate((*RecycleSource.PRIORS, *RecycleSource.PRIORS, RecycleSource.BIGRAM_PRIOR)):
         start = first + kind * LEVELS
         assert calibration.rates[start : start + LEVELS].tolist() == list(priors)
 
@@ -82,17 +82,22 @@ def test_newest_wins(drafter: Drafter) -> None:
     assert [answer[0][0] for answer in found if answer] == [51, 52, 52, 53]
 
 
-# The successors of (1, 2, 3) under one key only, of the last step, of the request's steps before, or shared.
-# Longer than one token goes before one token, and within each the request's own goes before what others left.
+# The successors of (1, 2, 3) under one key only, of the last step, of the request's steps before, shared, or the
+# model's bigrams. Longer than one token goes before one token, and within each the request's own goes before others.
 ANSWER_ORDER = [
     ("last", 3), ("own", 3), ("last", 2), ("own", 2), ("shared", 3), ("shared", 2),
-    ("last", 1), ("own", 1), ("shared", 1),
+    ("last", 1), ("own", 1), ("bigrams", 1), ("shared", 1),
 ]  # fmt: skip
+
+
+def group_of(owner: str, length: int) -> int:
+    """The group of origins of an entry."""
+    return 6 if owner == "bigrams" else (owner == "shared") * 3 + 3 - length
 
 
 def holding(drafter: Drafter, *entries: tuple[str, int]) -> RecycleSource:
     """A source with these entries; the successor of entry i of ANSWER_ORDER is token i."""
-    source = source_of(drafter, drafter.new_table())
+    source = RecycleSource(drafter.new_table, drafter.new_table(), Calibration(), drafter.new_table())
     for owner, length in entries:
         key: Key = (1, 2, 3)[3 - length :]
         getattr(source.tables, owner).put(key, likely(ANSWER_ORDER.index((owner, length))))
@@ -106,7 +111,7 @@ def test_every_entry_answers_its_key_with_its_own_rates(drafter: Drafter, entry:
     for known, text in {3: (1, 2, 3), 2: (9, 2, 3), 1: (9, 9, 3)}.items():
         found = source.tables.look_up(*text)
         assert (found is not None) == (known >= length)
-        assert found is None or kind_of(source, found) == (owner == "shared") * 3 + 3 - length
+        assert found is None or kind_of(source, found) == group_of(owner, length)
 
 
 @pytest.mark.parametrize(("first", "second"), list(combinations(ANSWER_ORDER, 2)))
@@ -128,7 +133,7 @@ def test_the_drafter_asks_in_the_same_order(drafter: Drafter, first: tuple[str, 
     drafted = drafter.search(candidates, Limits(1, 1))
     assert list(drafted.tokens) == [ANSWER_ORDER.index(first)]
     owner, length = first
-    assert drafted.origins[0] == source.tables.first_origin + ((owner == "shared") * 3 + 3 - length) * LEVELS
+    assert drafted.origins[0] == source.tables.first_origin + group_of(owner, length) * LEVELS
 
 
 def test_successors_of_a_tree_are_kept_under_their_paths(drafter: Drafter) -> None:

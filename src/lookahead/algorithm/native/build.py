@@ -37,6 +37,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_length": (_LONG, [_POINTER]),
     "table_clear": (None, [_POINTER]),
     "table_put": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
+    "table_put_tokens": (_INT, [_POINTER, _POINTER, _INT, _INT]),
     "table_get": (_INT, [_POINTER, _POINTER, _POINTER]),
     "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
     "table_evict": (None, [_POINTER, _LONG]),

@@ -24,8 +24,9 @@ class CandidatesInC:
         # The draft tokens: tokens, parents, depths and origins in one array, and their scores.
         self.numbers, self.scores = array("i", bytes(16 * capacity)), array("d", bytes(8 * capacity))
         tables = candidates.tables
+        known = [None] * 4 if tables is None else [tables.last, tables.own, tables.shared, tables.bigrams]
         packed = CANDIDATES.pack(
-            *((0, 0, 0) if tables is None else [_handle(table) for table in (tables.last, tables.own, tables.shared)]),
+            *map(_handle, known),
             0 if candidates.text is None else candidates.text.handle,
             address_of(candidates.rates), address_of(self.numbers), address_of(self.scores),
             0.0 if tables is None else RECYCLE_BONUS, len(candidates.rates),

@@ -105,19 +105,20 @@ static int all_in_range(const int32_t *origins, int64_t count, int32_t limit) {
 }
 
 /* The order in which `look_up` searches the tables for keys of three, two and one tokens. */
-enum { LAST, OWN, SHARED, TABLES };
-static const struct { int table, length; } LOOKUPS[] = {
-    {LAST, 3}, {OWN, 3}, {LAST, 2}, {OWN, 2}, {SHARED, 3}, {SHARED, 2}, {LAST, 1}, {OWN, 1}, {SHARED, 1},
+enum { LAST, OWN, SHARED, BIGRAMS, TABLES };
+static const struct { int table, length, group; } LOOKUPS[] = {
+    {LAST, 3, 0}, {OWN, 3, 0}, {LAST, 2, 1}, {OWN, 2, 1}, {SHARED, 3, 3}, {SHARED, 2, 4}, {LAST, 1, 2}, {OWN, 1, 2},
+    {BIGRAMS, 1, 6}, {SHARED, 1, 5},
 };
 
-/* The successors of a path that ends with these tokens, and which of the six groups of origins they have. */
+/* The successors of a path that ends with these tokens, and which group of origins they have. */
 static const Successors *look_up(const Table *const tables[TABLES], const int32_t last[3], int32_t *group) {
     /* keys[n - 1] has n tokens. All slots are prefetched first, so that their cache misses overlap. */
     int32_t keys[3][3] = {{PAD, PAD, last[2]}, {PAD, last[1], last[2]}, {last[0], last[1], last[2]}};
     uint64_t hashes[3];
     for (int i = 0; i < 3; i++) {
         hashes[i] = hash(keys[i]);
-        for (int t = OWN; t <= SHARED; t++) {
+        for (int t = OWN; t <= (i ? SHARED : BIGRAMS); t++) {
             if (tables[t]->capacity) PREFETCH(&tables[t]->table[hashes[i] & tables[t]->mask]);
         }
     }
@@ -126,7 +127,7 @@ static const Successors *look_up(const Table *const tables[TABLES], const int32_
         int length = LOOKUPS[i].length;
         int64_t slot = find_hashed(m, keys[length - 1], hashes[length - 1]);
         if (slot < 0 || !entry_at(m, slot)->value.count) continue;
-        *group = (LOOKUPS[i].table == SHARED ? 3 : 0) + 3 - length;
+        *group = LOOKUPS[i].group;
         return &entry_at(m, slot)->value;
     }
     return NULL;
@@ -231,10 +232,11 @@ int32_t draft_search(const Step *step, const int32_t *chains) {
         chain_tokens += chain.length;
     }
     if (chain_tokens > INT32_MAX / 2) return -1;
-    if (d->last && (d->first_origin < 0 || d->first_origin + 6 * LEVELS > d->rate_count)) return -2;
+    if (d->last && (d->first_origin < 0 || d->first_origin + ORIGIN_GROUPS * LEVELS > d->rate_count)) return -2;
     static const Table empty;
     const Table *const tables[TABLES] = {
         d->last ? d->last : &empty, d->own ? d->own : &empty, d->shared ? d->shared : &empty,
+        d->bigrams ? d->bigrams : &empty,
     };
     size_t most = (size_t)chain_tokens + (size_t)step->max_tokens + 2;
     size_t nodes = (size_t)step->max_tokens + 1;

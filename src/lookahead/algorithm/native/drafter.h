@@ -28,6 +28,7 @@
 #define MAX_SUCCESSORS 8 /* successors per key */
 #define PAD INT32_MIN /* pads keys of fewer than three tokens; -1 means before the beginning of the text */
 #define LEVELS 16 /* probability levels of successors */
+#define ORIGIN_GROUPS 7 /* of LEVELS origins each; see SuccessorTables, in successors.py */
 
 /* 1. Tables of successors: keys of one, two or three tokens, in insertion order.
 
@@ -143,7 +144,7 @@ int64_t text_find_chains(Text *t, const double *rates, int32_t rate_count);
    an array of `capacity` numbers. */
 typedef struct {
     Table *last;
-    const Table *own, *shared; /* may be NULL */
+    const Table *own, *shared, *bigrams; /* may be NULL */
     Text *text;                /* NULL: only the step's own chains */
     const double *rates;
     int32_t *drafted;

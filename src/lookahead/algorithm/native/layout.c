@@ -15,11 +15,11 @@
     SIZE(StepSuccessors, 28) \
     FIELD(StepSuccessors, nodes, 0) FIELD(StepSuccessors, needed_count, 4) FIELD(StepSuccessors, count, 8) \
     FIELD(StepSuccessors, before, 12) FIELD(StepSuccessors, replace, 20) FIELD(StepSuccessors, stride, 24) \
-    SIZE(Candidates, 80) \
-    FIELD(Candidates, last, 0) FIELD(Candidates, own, 8) FIELD(Candidates, shared, 16) FIELD(Candidates, text, 24) \
-    FIELD(Candidates, rates, 32) FIELD(Candidates, drafted, 40) FIELD(Candidates, scores, 48) \
-    FIELD(Candidates, bonus, 56) FIELD(Candidates, rate_count, 64) FIELD(Candidates, first_origin, 68) \
-    FIELD(Candidates, capacity, 72) \
+    SIZE(Candidates, 88) \
+    FIELD(Candidates, last, 0) FIELD(Candidates, own, 8) FIELD(Candidates, shared, 16) FIELD(Candidates, bigrams, 24) \
+    FIELD(Candidates, text, 32) FIELD(Candidates, rates, 40) FIELD(Candidates, drafted, 48) \
+    FIELD(Candidates, scores, 56) FIELD(Candidates, bonus, 64) FIELD(Candidates, rate_count, 72) \
+    FIELD(Candidates, first_origin, 76) FIELD(Candidates, capacity, 80) \
     SIZE(Step, 88) \
     FIELD(Step, candidates, 0) FIELD(Step, cost, 8) FIELD(Step, trust, 16) FIELD(Step, bonus, 24) \
     FIELD(Step, floor, 32) FIELD(Step, all_taken, 40) FIELD(Step, cost_count, 44) FIELD(Step, max_tokens, 48) \

@@ -42,7 +42,7 @@ TEXT_SETTINGS = Record(
 )  # fmt: skip
 STEP_SUCCESSORS = Record("StepSuccessors", nodes="i", needed_count="i", count="i", before="2i", replace="i", stride="i")
 CANDIDATES = Record(
-    "Candidates", last="P", own="P", shared="P", text="P", rates="P", drafted="P", scores="P", bonus="d",
+    "Candidates", last="P", own="P", shared="P", bigrams="P", text="P", rates="P", drafted="P", scores="P", bonus="d",
     rate_count="i", first_origin="i", capacity="i",
 )  # fmt: skip
 STEP = Record(

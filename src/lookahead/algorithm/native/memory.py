@@ -62,6 +62,11 @@ class NativeTable:
         numbers = (c_int32 * len(successors))(*successors)
         check_result(self._c.table_put(self.handle, _c_key(key), numbers, successor_count(len(successors))))
 
+    def put_tokens(self, top: npt.NDArray[np.int32]) -> None:
+        count, numbers = top.shape
+        packed = np.ascontiguousarray(top, dtype=np.int32).tobytes()
+        check_result(self._c.table_put_tokens(self.handle, packed, count, successor_count(numbers)))
+
     def items(self) -> Iterator[tuple[Key, Successors]]:
         c_key, index, keys = (c_int32 * 3)(), 0, list[Key]()
         while (index := self._c.table_next(self.handle, index, c_key)) >= 0:

@@ -105,6 +105,14 @@ int table_put(Table *m, const int32_t key[3], const int32_t *numbers, int32_t co
     return put(m, key, successors_of(numbers, count));
 }
 
+/* Store `count` successors for each of the tokens 0 to `tokens` - 1, as keys of one token. */
+int table_put_tokens(Table *m, const int32_t *numbers, int32_t tokens, int32_t count) {
+    for (int32_t token = 0; token < tokens; token++) {
+        if (put(m, (int32_t[3]){PAD, PAD, token}, successors_of(numbers + 2 * (int64_t)count * token, count))) return -1;
+    }
+    return 0;
+}
+
 /* Copy the key's successors. Returns their number, or -1 if there is no such key. */
 int32_t table_get(const Table *m, const int32_t key[3], int32_t *numbers) {
     int64_t slot = find(m, key);

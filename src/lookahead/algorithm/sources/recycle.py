@@ -40,13 +40,18 @@ class RecycleSource:
         (0.70, 0.36, 0.27, 0.17, 0.10, 0.08, 0.07, 0.06, 0.03, 0.02, 0.015, 0.01, 0.007, 0.006, 0.003, 0.002),
         (0.34, 0.24, 0.15, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05, 0.01, 0.015, 0.01, 0.005, 0.004, 0.003, 0.002),
     )
+    BIGRAM_PRIOR = (0.55, 0.40, 0.28, 0.20, 0.15, 0.10, 0.08, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.003)
 
     def __init__(
-        self, new_table: Callable[[], SuccessorTable], shared: SuccessorTable | None, calibration: Calibration
+        self,
+        new_table: Callable[[], SuccessorTable],
+        shared: SuccessorTable | None,
+        calibration: Calibration,
+        bigrams: SuccessorTable | None = None,
     ) -> None:
         own = [rate for rates in self.PRIORS for rate in rates]
-        first_origin = calibration.set_prior("recycle", own + own)
-        self.tables = SuccessorTables(new_table(), new_table(), shared, first_origin)
+        first_origin = calibration.set_prior("recycle", [*own, *own, *self.BIGRAM_PRIOR])
+        self.tables = SuccessorTables(new_table(), new_table(), shared, first_origin, bigrams)
         self.learns_early = self.tables.last.learns_early
         self._deferred: tuple[TokenTree, tuple[int, int], npt.NDArray[np.int32]] | None = None
 

@@ -44,6 +44,7 @@ TABLE = (
             memory.drafter.new_table,
             memory.successors if config.recycle_scope == "model" else None,
             memory.calibration,
+            memory.bigrams,
         ),
         needs_top=True,
     ),

@@ -48,9 +48,10 @@ class Load:
         config: LookaheadConfig,
         sampling: SamplingParams,
         rules: StopRules,
+        memory: SharedMemory,
     ) -> None:
         self.engine, self.config, self.sampling, self.rules = engine, config, sampling, rules
-        self.memory = SharedMemory()
+        self.memory = memory.new()
         self.outputs: dict[int, list[int]] = {}  # by the prompt's number
         self._prompts: Iterator[tuple[int, list[int]]] = cycle(enumerate(prompts))
         self._numbers: dict[int, int] = {}
@@ -95,7 +96,7 @@ def batch(bench: GpuBench) -> None:
             if (len(prompts[0]) + 2 * tokens) * count > min(backend.kv.pages) * 64:
                 continue
             for name, config in METHODS.items():
-                load = partial(Load, prompts=prompts, config=config, sampling=sampling, rules=rules)
+                load = partial(Load, prompts=prompts, config=config, sampling=sampling, rules=rules, memory=lm.memory)
                 answers = max(ROUNDS * count, ANSWERS[label])
                 run = partial(steady_state, load, backend, lambda: DraftBudget(PassCost(cost)), count, answers)
                 measured, outputs = call(run)

@@ -8,8 +8,7 @@ from typing import Any
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.stock import Stock
 from lookahead.config import LookaheadConfig
-from lookahead.generate import LookaheadModel
-from lookahead.loading.default import batch_cost, default_config
+from lookahead.generate import LookaheadModel, fit_to_machine
 
 Say = Callable[[str], None]
 Load = Callable[..., Any]
@@ -22,9 +21,7 @@ def fitted(
     """A model of weights that are there already, fitted to this machine as `load` does unless a config is given."""
     made = LookaheadModel(model, tokenizer, name, config, backend, say)
     made.prepare(log=say)
-    if config is None:
-        made.default_config = default_config(made.name, made.backend, say)
-        made.engine.budget.cost = batch_cost(made.backend, made.default_config, say)
+    fit_to_machine(made, config, say)
     return made
 
 

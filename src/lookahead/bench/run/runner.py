@@ -134,13 +134,13 @@ class Runner:
         lm, method = self.models.of(job.method), job.method
         if method not in self._ready:
             self._ready.add(method)
-            lm.memory = SharedMemory()
+            lm.memory = lm.memory.new()
             if lm.device.type == "cuda" and not method.stock:
                 budget = (method.config or lm.default_config).budget
                 lm.backend.prepare(min(longest, lm.backend.max_length or longest), budget)
             answer(self.models, self._warm_up(job), longest)
         # No method may learn from another, nor, unless the run is warm, from its own earlier answers.
-        lm.memory = self._memory.setdefault(job.group, SharedMemory()) if self.warm else SharedMemory()
+        lm.memory = self._memory.setdefault(job.group, lm.memory.new()) if self.warm else lm.memory.new()
         counted = method.ranks > 1 and not method.stock
         if counted:
             lm.backend.reset()
