@@ -61,7 +61,7 @@ class GraphModel:
         self.groups = groups_of(decoder, drop_pages=drop_pages)
         self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
         caches = group_and_index(decoder, self.groups)
-        matrices = DenseMatrices(products, ops)
+        matrices = DenseMatrices(products, ops.last_columns)
         self.embedding = EmbeddingLayer(decoder, ops)
         self.blocks: list[GraphBlock] = []
         added = Addition()

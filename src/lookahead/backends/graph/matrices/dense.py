@@ -13,11 +13,13 @@ from itertools import accumulate
 import torch
 
 from lookahead.backends.graph.matrices.products import Products
-from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Matrix
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 """A function of (x [rows, in], out [rows, out]) that computes out = x W^T, for at least the planned rows."""
+
+Multiplication = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""A function of (x [rows, in], W [out, in], out [rows, out]) that does the same for any matrix."""
 
 
 class DenseMatrix:
@@ -28,10 +30,15 @@ class DenseMatrix:
     """
 
     def __init__(
-        self, matrix: Matrix, products: Products, ops: Ops, like: list[torch.Tensor], alignment: int = 1
+        self,
+        matrix: Matrix,
+        products: Products,
+        last_columns: Multiplication,
+        like: list[torch.Tensor],
+        alignment: int = 1,
     ) -> None:
         self.weight, self.bias = fuse_weights(matrix)
-        self._last_columns = ops.last_columns
+        self._last_columns = last_columns
         self._aligned = self.out // alignment * alignment
         if self._aligned < self.out:
             products = products.with_stride(self._aligned + alignment)
@@ -70,14 +77,15 @@ class DenseMatrix:
 
 
 class DenseMatrices:
-    """Lowers the matrices of one model."""
+    """Lowers the matrices of one model. `last_columns` multiplies with a head's last columns: see `Ops`."""
 
-    def __init__(self, products: Products, ops: Ops) -> None:
-        self._products, self._ops = products, ops
+    def __init__(self, products: Products, last_columns: Multiplication) -> None:
+        self._products, self._last_columns = products, last_columns
         self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def lower(self, matrix: Matrix, alignment: int = 1) -> DenseMatrix:
-        return DenseMatrix(matrix, self._products, self._ops, self._like.setdefault(matrix.shape, []), alignment)
+        like = self._like.setdefault(matrix.shape, [])
+        return DenseMatrix(matrix, self._products, self._last_columns, like, alignment)
 
 
 @torch.inference_mode(False)
