@@ -1,0 +1,182 @@
+"""One answer at a time, and many streams, on six kinds of work: `python benchmarks/answers.py --data-dir DIR`.
+
+Through `lookahead.load` and `generate`, with prompts that do not repeat. For every set:
+
+    plain    token by token: tokens per second of the first prompts
+    warm     the default, which keeps what it learns from one answer for the next; S, and the rows of a step (K)
+    cold     the default with an empty memory for every prompt
+    equal    how many texts of both equal token by token, which runs all prompts as one batch
+
+`--without-bigrams` adds warm and cold without the model's bigrams. `sampled` is the same at temperature 0.7. `streams`
+are steady states of the engine: an answer that ends is replaced by one to a new prompt. MT-Bench, HumanEval, MBPP,
+CNN/DailyMail, XSum and GSM8K are read from `--data-dir`; the prompts that ask for a translation or for a passage are
+made of XSum's articles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from inflate import MODEL_SHAPES, shaped_load
+
+import lookahead
+from lookahead.bench.gpu.batch import Load, measure
+from lookahead.bench.run.about import device_name, versions
+from lookahead.bench.run.prompts import PAPER_SETS, Prompt
+from lookahead.bench.run.prompts import load as load_prompts
+from lookahead.bench.run.runner import prompt_ids
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.engine import MAX_SEQUENCES
+from lookahead.generate import Completion, LookaheadModel
+from lookahead.stats import Stats
+
+SETS = ("mt-bench", "humaneval", "translation", "cnn-dm", "retrieval", "gsm8k")
+LANGUAGES = ("German", "French", "Spanish", "Italian")
+PASSAGES = 4
+STREAM_SETS = ("gsm8k", "humaneval", "mt-bench", "mbpp")
+TEMPERATURE = {"temperature": 0.7, "seed": 11}
+
+
+def first_sentences(text: str, count: int) -> str:
+    return ". ".join(text.replace("\n", " ").split(". ")[:count]) + "."
+
+
+def prompts_of(name: str, folder: Path, count: int) -> list[Prompt]:
+    """The prompts of a set, evenly spaced."""
+    if name in PAPER_SETS:
+        return load_prompts(name, folder, count, 1)
+    texts = [(prompt.system or "").split("\n\n", 2)[1] for prompt in load_prompts("xsum", folder, count * PASSAGES)]
+    if name == "translation":
+        asked = [
+            f"Translate the following text into {LANGUAGES[i % len(LANGUAGES)]}.\n\n{first_sentences(text, 3)}"
+            for i, text in enumerate(texts[::PASSAGES])
+        ]
+    else:
+        asked = []
+        for i in range(count):
+            own = [first_sentences(text, 4) for text in texts[PASSAGES * i : PASSAGES * (i + 1)]]
+            passages = "\n\n".join(f"Passage {number}: {text}" for number, text in enumerate(own, 1))
+            question = f"What does passage {i % PASSAGES + 1} report, and what does it say about it?"
+            asked.append(f"Use the passages to answer the question.\n\n{passages}\n\nQuestion: {question}\nAnswer:")
+    return [Prompt(f"{name}-{i}", (text,)) for i, text in enumerate(asked)]
+
+
+class Answers:
+    """Measures a loaded model, and prints a record for each set."""
+
+    def __init__(self, lm: LookaheadModel, options: argparse.Namespace) -> None:
+        self.lm, self.options, self.records = lm, options, dict[str, dict[str, Any]]()
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        """Print a record, and write all so far."""
+        print(name, json.dumps(record), flush=True)
+        self.records[name] = record
+        if self.options.out is not None:
+            about = {
+                "gpu": device_name(self.lm.device),
+                "model": self.lm.name,
+                "tokens": self.options.tokens,
+                **versions(),
+            }
+            content = json.dumps({"about": about, "records": self.records}, indent=1)
+            self.options.out.write_text(content + "\n", encoding="utf-8")
+
+    def answer(
+        self, prompts: Sequence[list[int]], *, cold: bool = False, bigrams: bool = True, **settings: Any
+    ) -> tuple[list[Completion], Stats]:
+        """Answer one prompt after the other, beginning with an empty memory; `cold` empties it for every prompt."""
+        own, done = self.lm.memory, list[Completion]()
+        for number, prompt in enumerate(prompts):
+            if cold or not number:
+                self.lm.memory = own.new()
+                self.lm.memory.bigrams = own.bigrams if bigrams else None
+            done.append(self.lm.generate(prompt, max_tokens=self.options.tokens, **settings))
+        self.lm.memory = own
+        return done, Stats.total(one.stats for one in done)
+
+    def compare(self, name: str, prompts: Sequence[list[int]], **settings: Any) -> None:
+        """The record of one set."""
+        _, plain = self.answer(prompts[:3], method="autoregressive", **settings)
+        expected = self.lm.generate(prompts, max_tokens=self.options.tokens, method="autoregressive", **settings)
+        record: dict[str, Any] = {"prompts": len(prompts), "plain": round(plain.tokens_per_second, 1)}
+        equal = texts = 0
+        for bigrams in (True, False) if self.options.without_bigrams else (True,):
+            for how in ("warm", "cold"):
+                found, stats = self.answer(prompts, cold=how == "cold", bigrams=bigrams, **settings)
+                label = how if bigrams else f"{how} without bigrams"
+                record[label] = round(stats.tokens_per_second, 1)
+                record[f"S {label}"] = round(stats.compression, 3)
+                if label == "warm":
+                    record["K"] = round(stats.tokens_per_step, 1)
+                texts += len(found)
+                equal += sum(one.token_ids == other.token_ids for one, other in zip(expected, found, strict=True))
+        self.add(name, record | {"equal": f"{equal} of {texts}"})
+
+    def streams(self, count: int, prompts: Sequence[list[int]], config: LookaheadConfig) -> dict[str, Any]:
+        """Tokens per second of this many sequences in a steady state, after a part that is not measured."""
+        tokens, lm = self.options.tokens, self.lm
+        rules = StopRules(tokens, frozenset(), lm.backend.max_length)
+        lm.engine.set_max_sequences(count)
+        load = Load(lm.engine, prompts, config, SamplingParams(), rules, lm.memory)
+        for _ in range(2 * count):
+            load.add()
+        measure(load, count, 0.7 * count * tokens)
+        found = measure(load, count, max(1.3 * count, 24) * tokens)
+        load.end()
+        lm.engine.set_max_sequences(MAX_SEQUENCES)
+        return found
+
+
+def run(lm: LookaheadModel, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure the sets and streams of the options."""
+    answers, sets = Answers(lm, options), dict[str, list[list[int]]]()
+    for name in SETS:
+        sets[name] = [prompt_ids(lm, prompt) for prompt in prompts_of(name, options.data_dir, options.limit)]
+    for settings in ({}, TEMPERATURE):  # what happens once per kind of step happens here
+        lm.generate(sets["mt-bench"][0], max_tokens=16, **settings)
+    for name, prompts in sets.items():
+        answers.compare(name, prompts)
+    pairs = zip(sets["mt-bench"], sets["humaneval"], strict=True)
+    answers.compare("sampled", [prompt for pair in pairs for prompt in pair][: options.limit], **TEMPERATURE)
+    if options.streams:
+        lm.prepare(max(options.streams))
+        others = [prompt for name in STREAM_SETS for prompt in load_prompts(name, options.data_dir, 400, 1)]
+        random.Random(1).shuffle(others)
+        encoded, used = [prompt_ids(lm, prompt) for prompt in others], 0
+        for count in options.streams:
+            for name, config in (("plain", LookaheadConfig.autoregressive()), ("default", lm.default_config)):
+                rest = encoded[used:] + encoded[:used]
+                answers.add(f"{count} streams, {name}", lm.client.call(partial(answers.streams, count, rest, config)))
+                used = (used + 5 * count) % len(encoded)
+    return answers.records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True, help="a folder with mt_bench.jsonl and the others")
+    parser.add_argument("--model", help="a folder, a .gguf or a name; the embedded model without it")
+    parser.add_argument("--shape", choices=MODEL_SHAPES, help="the model's function in a larger shape")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of each set")
+    parser.add_argument("--tokens", type=int, default=192, help="new tokens of each answer")
+    parser.add_argument(
+        "--streams", type=int, nargs="*", default=[8, 32, 64], help="numbers of streams; none: no streams"
+    )
+    parser.add_argument("--without-bigrams", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file, written after each record")
+    options = parser.parse_args()
+    make: Any = shaped_load(options.shape) if options.shape else lookahead.load
+    place = {"dtype": options.dtype, "device": options.device, "backend": options.backend}
+    run(make(options.model, log=print, **place), options)
+
+
+if __name__ == "__main__":
+    main()
