@@ -16,7 +16,14 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.exact import default_within, exact_config
-from lookahead.backends.failures import CompilerError, DeviceError, brief, clear_errors, out_of_memory
+from lookahead.backends.failures import (
+    CompilerError,
+    DeviceError,
+    DeviceMemoryError,
+    brief,
+    clear_errors,
+    out_of_memory,
+)
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
@@ -102,9 +109,14 @@ class LookaheadModel:
         return seconds
 
     def learn_bigrams(self, log: Callable[[str], None] | None = None) -> None:
-        """Give the memory the model's bigrams, unless they would take too long (see `loading.bigrams`)."""
+        """Give the memory the model's bigrams, unless they would take too long or too much memory (see
+        `loading.bigrams`)."""
         nodes = self.default_config.budget
-        top = self.client.call(lambda: bigrams(self.backend, self.tokenizer, nodes, cache_dir(), log))
+        try:
+            top = self.client.call(lambda: bigrams(self.backend, self.tokenizer, nodes, cache_dir(), log))
+        except (MemoryError, DeviceMemoryError) as error:
+            (log or logger.warning)(f"note: the model has no bigrams: {brief(error)}")
+            return
         if top is not None:
             self.memory.bigrams = self.memory.drafter.new_table()
             self.memory.bigrams.put_tokens(top)

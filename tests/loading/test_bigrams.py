@@ -18,6 +18,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources.recycle import RecycleSource
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.sampling import top_tokens
 from lookahead.cache import cache_dir, write_arrays
@@ -153,6 +154,20 @@ def test_a_loaded_model_drafts_from_them_and_its_text_is_the_same(
         (source,) = (source for source in sequence._sources if isinstance(source, RecycleSource))
         assert source.tables.bigrams is lm.memory.bigrams
         assert source.tables.shared is None
+
+
+def test_a_full_device_leaves_the_model_without_them(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise DeviceMemoryError("cpu is full")
+
+    monkeypatch.setattr(module, "compute", full)
+    said: list[str] = []
+    lm = lookahead.load((model, tokenizer), config=LookaheadConfig(), backend="graph", log=said.append)
+    assert said[-1] == "note: the model has no bigrams: cpu is full"
+    assert lm.memory.bigrams is None
+    assert len(lm.generate("the fox", max_tokens=3).token_ids) == 3
 
 
 def test_a_config_without_recycle_needs_none(model: Any, tokenizer: Any, passes: list[int]) -> None:

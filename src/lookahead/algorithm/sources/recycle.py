@@ -22,7 +22,8 @@ class RecycleSource:
 
     Successors are stored under the last three, two and one tokens before them; newer ones replace older ones. The
     request's own are looked up before those of the `shared` table, which earlier requests of the model filled (see
-    `SuccessorTables.look_up`). Without a `shared` table (scope 'request') nothing outlives the request.
+    `SuccessorTables.look_up`). Without a `shared` table (scope 'request') nothing outlives the request. A token that no
+    request has seen has the model's `bigrams`, if there are any.
 
     The table of the last step is filled immediately, because it is small. The large tables take longer and are filled
     while the next step runs.
@@ -40,6 +41,7 @@ class RecycleSource:
         (0.70, 0.36, 0.27, 0.17, 0.10, 0.08, 0.07, 0.06, 0.03, 0.02, 0.015, 0.01, 0.007, 0.006, 0.003, 0.002),
         (0.34, 0.24, 0.15, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05, 0.01, 0.015, 0.01, 0.005, 0.004, 0.003, 0.002),
     )
+    # For bigrams, an estimate. After 8 MT-Bench answers the first four were 0.49, 0.35, 0.20 and 0.13.
     BIGRAM_PRIOR = (0.55, 0.40, 0.28, 0.20, 0.15, 0.10, 0.08, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01, 0.007, 0.005, 0.003)
 
     def __init__(
