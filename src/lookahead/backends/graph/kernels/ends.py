@@ -101,9 +101,14 @@ def _finish_logits(
         x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         x *= scale
-    if CAPPED:  # cap tanh(x / cap), by a power of 2 that cannot overflow
-        power = tl.exp2(tl.abs(x) * (-2.8853900817779268 / cap))
-        tanh = (1 - power) / (1 + power)
+    if (
+        CAPPED
+    ):  # cap tanh(x / cap), by a power of 2 that cannot overflow; near 0, where 1 - power cancels, by its series
+        y = tl.abs(x) / cap
+        power = tl.exp2(y * -2.8853900817779268)
+        square = y * y
+        series = y * (1 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+        tanh = tl.where(y < 0.25, series, (1 - power) / (1 + power))
         x = cap * tl.where(x < 0, -tanh, tanh)
     tl.store(own, x.to(logits.dtype.element_ty), mask=inside)
 
