@@ -14,12 +14,12 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+    Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def cache_dir(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
@@ -66,6 +66,8 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
     """Write an `.npz` file atomically. Only the user can read a folder that is made for it."""
+    import numpy as np  # here, because `lookahead --help` must be fast
+
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as part:
         try:
@@ -81,6 +83,8 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     """The arrays of an `.npz` file, after verifying all checksums. NumPy and zipfile each raise their own errors on
     damage."""
+    import numpy as np
+
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:

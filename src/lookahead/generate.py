@@ -35,7 +35,7 @@ from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
-from lookahead.loading.bigrams import bigrams
+from lookahead.loading.bigrams import bigrams, prefix_of
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import INT8, greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
@@ -113,13 +113,12 @@ class LookaheadModel:
         `loading.bigrams`)."""
         nodes = self.default_config.budget
         try:
-            top = self.client.call(lambda: bigrams(self.backend, self.tokenizer, nodes, cache_dir(), log))
+            prefix = prefix_of(self.tokenizer)
+            top = self.client.call(lambda: bigrams(self.backend, prefix, nodes, cache_dir(), log))
         except (MemoryError, DeviceMemoryError) as error:
             (log or logger.warning)(f"note: the model has no bigrams: {brief(error)}")
             return
-        if top is not None:
-            self.memory.bigrams = self.memory.drafter.new_table()
-            self.memory.bigrams.put_tokens(top)
+        self.memory.set_bigrams(top)
 
     def remember_fits(self, log: Callable[[str], None]) -> None:
         """Cache the results of `exact_config`, so that what it changes about a config is logged once."""

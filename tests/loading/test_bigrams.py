@@ -23,16 +23,17 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.sampling import top_tokens
 from lookahead.cache import cache_dir, write_arrays
 from lookahead.loading import bigrams as module
-from lookahead.loading.bigrams import VERSION, bigrams
+from lookahead.loading.bigrams import VERSION, bigrams, prefix_of
 from lookahead.serve.keys import KeyRing
 
 PREFIX = [3, 7]
 
 
-def tokenize(text: str) -> dict[str, list[int]]:
-    """A tokenizer that adds a first token, as many do."""
-    assert text == "\n"
-    return {"input_ids": PREFIX}
+def test_the_prefix_is_a_line_break_as_the_tokenizer_begins_a_text() -> None:
+    known = {"\n": [3, 7], ",": [3, 8]}
+    assert prefix_of(lambda text: {"input_ids": known[text]}) == [3, 7]
+    assert prefix_of(lambda text: {"input_ids": [] if text == "\n" else known[text]}) == [3, 8]
+    assert prefix_of(lambda text: {"input_ids": []}) == []
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def backend() -> GraphBackend:
 
 
 def test_they_are_the_models_top_tokens_after_each_token(backend: GraphBackend, tmp_path: Path) -> None:
-    found = bigrams(backend, tokenize, 20, tmp_path)
+    found = bigrams(backend, PREFIX, 20, tmp_path)
     assert found is not None
     texts = torch.tensor([[*PREFIX, token] for token in range(VOCABULARY)])
     with torch.inference_mode():
@@ -69,27 +70,35 @@ def test_they_are_the_models_top_tokens_after_each_token(backend: GraphBackend, 
 
 def test_they_are_computed_once(backend: GraphBackend, tmp_path: Path, passes: list[int]) -> None:
     said: list[str] = []
-    first = bigrams(backend, tokenize, 20, tmp_path, said.append)
+    first = bigrams(backend, PREFIX, 20, tmp_path, said.append)
     assert passes == [19, 19, 19, 4]
     assert len(said) == 1
     assert said[0].startswith(f"computed the bigrams of {VOCABULARY} tokens in ")
-    again = bigrams(backend, tokenize, 20, tmp_path, said.append)
+    again = bigrams(backend, PREFIX, 20, tmp_path, said.append)
     assert passes == [19, 19, 19, 4, 19]
     assert len(said) == 1
     assert np.array_equal(first, again)
 
 
+def test_a_file_serves_any_prefix(backend: GraphBackend, tmp_path: Path, passes: list[int]) -> None:
+    """That of a caller without a tokenizer, or with trees of another size."""
+    first = bigrams(backend, PREFIX, 20, tmp_path)
+    assert np.array_equal(bigrams(backend, [9], 10, tmp_path), first)
+    assert np.array_equal(bigrams(backend, [], 10, tmp_path), first)
+    assert passes == [19, 19, 19, 4, 9, 9]
+
+
 def test_other_weights_have_their_own(backend: GraphBackend, tmp_path: Path, passes: list[int]) -> None:
     """The file is found by the config's facts, which say nothing of the weights."""
-    first = bigrams(backend, tokenize, 20, tmp_path)
-    other = bigrams(GraphBackend(tiny("Llama", seed=2), kv_tokens=2048), tokenize, 20, tmp_path)
-    assert passes == [19, 19, 19, 4] * 2
+    first = bigrams(backend, PREFIX, 20, tmp_path)
+    other = bigrams(GraphBackend(tiny("Llama", seed=2), kv_tokens=2048), PREFIX, 20, tmp_path)
+    assert passes == [19, 19, 19, 4, 19, 19, 19, 19, 4]  # the first of the new ones shows that the file is of others
     assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize("damage", ["bytes", "version", "shape", "folder"])
 def test_a_file_of_no_use_is_replaced(backend: GraphBackend, tmp_path: Path, passes: list[int], damage: str) -> None:
-    first = bigrams(backend, tokenize, 20, tmp_path)
+    first = bigrams(backend, PREFIX, 20, tmp_path)
     assert first is not None
     (path,) = (tmp_path / "bigrams").iterdir()
     if damage == "bytes":
@@ -99,18 +108,19 @@ def test_a_file_of_no_use_is_replaced(backend: GraphBackend, tmp_path: Path, pas
         path.mkdir()
     else:
         top = first[:5] if damage == "shape" else first
-        write_arrays(path, {"version": np.array(VERSION + (damage == "version")), "top": top})
+        version = np.array(VERSION + (damage == "version"))
+        write_arrays(path, {"version": version, "prefix": np.array(PREFIX), "top": top})
     for _ in range(2):
-        assert np.array_equal(bigrams(backend, tokenize, 20, tmp_path), first)
+        assert np.array_equal(bigrams(backend, PREFIX, 20, tmp_path), first)
     assert len(passes) == (12 if damage == "folder" else 9)  # a folder cannot be replaced
 
 
-def test_they_are_left_out_where_they_take_too_long(
-    backend: GraphBackend, tmp_path: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_SECONDS", 0.0)
-    assert bigrams(backend, tokenize, 20, tmp_path) is None
-    assert len(passes) == 2
+def test_they_are_left_out_where_they_take_too_long(backend: GraphBackend, tmp_path: Path, passes: list[int]) -> None:
+    assert bigrams(backend, PREFIX, 20, tmp_path, max_seconds=1e-6) is None
+    assert 0 < len(passes) < 4
+    passes.clear()
+    assert bigrams(backend, PREFIX, 20, tmp_path, max_seconds=0.0) is None
+    assert passes == []
     assert not list(tmp_path.iterdir())
 
 
@@ -120,8 +130,8 @@ def test_who_has_none(backend: GraphBackend, tmp_path: Path, passes: list[int], 
     asked: Any = EagerBackend(tiny("Llama")) if why == "eager" else backend
     if why == "ranks":
         asked = type("Ranks", (), {"capabilities": replace(backend.capabilities, ranks=2)})
-    encode = (lambda text: {"input_ids": []}) if why == "no prefix" else tokenize
-    assert bigrams(asked, encode, 1 if why == "one node" else 20, tmp_path) is None
+    prefix = [] if why == "no prefix" else PREFIX
+    assert bigrams(asked, prefix, 1 if why == "one node" else 20, tmp_path) is None
     assert passes == []
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,20 @@ def test_greedy(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     pair = both(model, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert pair.compression > 1
     assert isinstance(facts.known[model].graph, GraphBackend)
+
+
+def test_bigrams_come_from_disk_at_once_and_are_computed_later(
+    both: Both, make_model: Any, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that calls once does not wait for them; no text depends on them."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    first, second = (make_model(eos_token_id=None) for _ in range(2))
+    for call in range(run.BIGRAMS_CALL + 1):
+        both(first, inputs, max_new_tokens=MANY, hook=graph()).same()
+        assert (facts.known[first].memory.bigrams is None) == (call < run.BIGRAMS_CALL)
+    assert len(list((tmp_path / "bigrams").iterdir())) == 1
+    both(second, inputs, max_new_tokens=MANY, hook=graph()).same()
+    assert facts.known[second].memory.bigrams is not None
 
 
 def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:

@@ -40,44 +40,63 @@ VERSION = 1
 Top = npt.NDArray[np.int32]
 
 
-def bigrams(
-    backend: Backend, tokenizer: Any, nodes: int, folder: Path, log: Callable[[str], None] | None = None
-) -> Top | None:
-    """Row i: the MAX_SUCCESSORS top tokens after token i, and their levels. They are read from `folder`, or computed by
-    trees of up to `nodes` nodes and written there.
+def prefix_of(tokenizer: Any) -> list[int]:
+    """The tokens before each token: a line break, after the tokens with which the tokenizer begins every text."""
+    return next((ids for text in PREFIXES if (ids := list(tokenizer(text)["input_ids"]))), [])
 
-    None where they would take too long: without captured steps, for which a large tree costs hardly more than a single
-    token. Several ranks must all choose the same trees, so they do not rely on files either.
+
+def bigrams(
+    backend: Backend,
+    prefix: Sequence[int],
+    nodes: int,
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+    max_seconds: float = MAX_SECONDS,
+) -> Top | None:
+    """Row i: the MAX_SUCCESSORS top tokens after token i, and their levels. They are read from `folder`, or computed
+    after this `prefix` by trees of up to `nodes` nodes and written there.
+
+    None where they would take longer than `max_seconds` (0: they are only read), and without captured steps, for which
+    a large tree costs hardly more than a single token. Several ranks must all choose the same trees, so they do not
+    rely on files either.
     """
     capabilities = backend.capabilities
     if not capabilities.row_sizes or capabilities.ranks > 1 or not capabilities.runs_prompts or nodes < 2:
         return None
-    prefix = next((ids for text in PREFIXES if (ids := list(tokenizer(text)["input_ids"]))), None)
-    if prefix is None:
-        return None
     count = min(backend.vocab_size, MAX_TOKENS)
-    facts = {**identity_of(backend), "prefix": prefix, "count": count, "nodes": nodes}
-    path = folder / "bigrams" / f"{key_of(facts)}.npz"
-    first = compute(backend, prefix, range(min(nodes - 1, count)))
-    # zipfile and NumPy raise errors of many kinds for a damaged file, which is computed again.
-    with suppress(Exception):
-        stored = read_arrays(path)
-        check_version(int(stored["version"]), VERSION)
+    path = folder / "bigrams" / f"{key_of({**identity_of(backend), 'count': count})}.npz"
+    stored = read_bigrams(path)
+    if stored is not None and len(stored[1]) == count:
         # The same numbers for the same tokens: the file is of these weights.
-        if stored["top"].shape == (count, first.shape[1]) and (stored["top"][: len(first)] == first).all():
-            return stored["top"].astype(np.int32)
-    begin, found, tokens = perf_counter(), [first], len(first)
-    while tokens < count:
+        first = compute(backend, stored[0], range(min(nodes - 1, count)))
+        if np.array_equal(stored[1][: len(first)], first):
+            return stored[1]
+    begin, found, tokens = 0.0, list[Top](), 0
+    while tokens < count and prefix and max_seconds:
         found.append(compute(backend, prefix, range(tokens, min(tokens + nodes - 1, count))))
         tokens += len(found[-1])
-        if (perf_counter() - begin) * count > MAX_SECONDS * tokens:
+        begin = begin or perf_counter()  # after the first pass, which may be captured
+        if (perf_counter() - begin) * count > max_seconds * tokens:
             return None
+    if not found:
+        return None
     top = np.concatenate(found)
     if log is not None:
         log(f"computed the bigrams of {count} tokens in {perf_counter() - begin:.1f} s (once per model)")
     with suppress(OSError):
-        write_arrays(path, {"version": np.array(VERSION), "top": top})
+        write_arrays(path, {"version": np.array(VERSION), "prefix": np.array(prefix), "top": top})
     return top
+
+
+def read_bigrams(path: Path) -> tuple[list[int], Top] | None:
+    """The prefix and the top tokens in a file. None if it is missing or damaged: zipfile and NumPy raise errors of many
+    kinds then."""
+    try:
+        stored = read_arrays(path)
+        check_version(int(stored["version"]), VERSION)
+        return stored["prefix"].tolist(), stored["top"].astype(np.int32)
+    except Exception:
+        return None
 
 
 def compute(backend: Backend, prefix: Sequence[int], tokens: Sequence[int]) -> Top:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import BEFORE_TEXT, MAX_SUCCESSORS
 from lookahead.backends.failures import DeviceError
-from lookahead.cache import Arrays, check_version, read_arrays, write_arrays
+from lookahead.cache import check_version, read_arrays, write_arrays
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
 from lookahead.serve.settings import ServeSettings
@@ -40,6 +40,7 @@ NO_TOKEN = -(1 << 31)
 MOST_BROKEN = 10
 """The most unreadable files kept under other names; then the first is overwritten."""
 R = TypeVar("R")
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def folder_of(model: LookaheadModel, base: Path) -> Path:

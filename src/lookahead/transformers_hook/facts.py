@@ -29,7 +29,8 @@ class ModelFacts:
     one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
     `addresses` are those of the model's weights when the backend was last synced with them, and `computed_weights` says
     whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
-    `broken` is why its kernels do not compile, if they do not: it is tried once.
+    `broken` is why its kernels do not compile, if they do not: it is tried once. `graph_calls` is the number of calls
+    that used it.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -44,6 +45,7 @@ class ModelFacts:
     addresses: Sequence[int] = ()
     computed_weights: bool = False
     broken: str | None = None
+    graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)
 

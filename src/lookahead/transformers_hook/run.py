@@ -35,6 +35,7 @@ from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
+from lookahead.loading.bigrams import bigrams
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of, position_limit
 from lookahead.models.read import read
@@ -46,6 +47,9 @@ from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_librar
 from lookahead.transformers_hook.rules import BatchRules
 
 logger = logging.getLogger("lookahead")
+
+BIGRAMS_CALL, BIGRAMS_SECONDS = 3, 4.0
+"""The model's bigrams are computed after this many calls, if that takes at most this many seconds."""
 
 
 class Run:
@@ -186,8 +190,26 @@ class Run:
         """Set the backend, and create one sequence per prompt and the engine that decodes them."""
         self.backend = backend
         chosen, budget = (config, DraftBudget()) if config is not None else self._default()
-        self.sequences = self._sequences(self._exact(chosen), rules)
+        chosen = self._exact(chosen)
+        if backend.capabilities.row_sizes and "recycle" in chosen.active_sources:
+            self._learn_bigrams(chosen.budget)
+        self.sequences = self._sequences(chosen, rules)
         return Engine(backend, budget)
+
+    def _learn_bigrams(self, nodes: int) -> None:
+        """Give the memory the model's bigrams: in the first call those on disk, later they are computed. A script that
+        calls once or twice would not gain what that takes. The prefix is the end of a prompt: the hook knows no
+        tokenizer, and prompts often end in a line break."""
+        call, self.facts.graph_calls = self.facts.graph_calls, self.facts.graph_calls + 1
+        if self.facts.memory.bigrams is not None or call not in (0, BIGRAMS_CALL):
+            return
+        prompt = self.batch.tokens(0)
+        begin = self.model.generation_config.bos_token_id
+        prefix = [*([begin] if begin is not None and prompt[0] == begin else []), prompt[-1]]
+        limit = BIGRAMS_SECONDS if call else 0.0
+        with suppress(MemoryError, torch.OutOfMemoryError):
+            top = bigrams(self.backend, prefix, nodes, cache_dir(), logger.info, limit)
+            self.facts.memory.set_bigrams(top)
 
     def _decode(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sources.calibration import Calibration
@@ -20,6 +23,12 @@ class SharedMemory:
         self.successors = self.drafter.new_table()
         self.calibration = Calibration()
         self.bigrams = bigrams
+
+    def set_bigrams(self, top: npt.NDArray[np.int32] | None) -> None:
+        """Row i of top [V, 2 n] has the successors of token i and their levels. None: they are not known."""
+        if top is not None:
+            self.bigrams = self.drafter.new_table()
+            self.bigrams.put_tokens(top)
 
     def new(self) -> SharedMemory:
         """An empty memory of the same model."""
