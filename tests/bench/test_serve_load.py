@@ -55,7 +55,7 @@ def test_the_page_of_the_results_here() -> None:
 
 def test_a_short_load(model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings)
-    order: dict[str, Any] = {"streams": [1, 2], "rates": [20], "tokens": 6, "turns": 1, "seconds": 0.5}
+    order: dict[str, Any] = {"streams": [1, 2], "rates": [20], "tokens": 6, "turns": 1, "seconds": 1.5}
     order |= {"prompts": "builtin", "limit": 4, "data_dir": None, "out": tmp_path, "options": []}
     with running(loaded) as server:
         found = serve_load.measure(Served(server.url), Namespace(**order))
