@@ -1,8 +1,8 @@
 """The model's bigrams: its top tokens after each token of the vocabulary alone.
 
-The source `recycle` uses them for tokens that no step has seen yet. In 8 MT-Bench answers of the embedded model, one
-step in five began with such a token and had no draft at all; with bigrams S rose from 2.67 to 3.20. They are computed
-once per model, kept on disk, and contain nothing of any request.
+The source `recycle` uses them for tokens that no step of the request has seen. In 8 MT-Bench answers of the embedded
+model, one step in five began with such a token and had no draft at all; with bigrams S rose from 2.67 to 3.20. They are
+computed once per model, kept on disk, and contain nothing of any request.
 
 The tokens are children of one root, a line break, so that a pass over a tree of depth one computes as many bigrams as a
 step has nodes. After a token that was new to its answer, the next one was among the top eight in 50% of cases with a

@@ -22,8 +22,8 @@ class RecycleSource:
 
     Successors are stored under the last three, two and one tokens before them; newer ones replace older ones. The
     request's own are looked up before those of the `shared` table, which earlier requests of the model filled (see
-    `SuccessorTables.look_up`). Without a `shared` table (scope 'request') nothing outlives the request. A token that no
-    request has seen has the model's `bigrams`, if there are any.
+    `SuccessorTables.look_up`). Without a `shared` table (scope 'request') nothing outlives the request. For a token
+    that the request has not seen, the model's `bigrams` come before the shared successors of that token alone.
 
     The table of the last step is filled immediately, because it is small. The large tables take longer and are filled
     while the next step runs.
