@@ -28,8 +28,9 @@ from lookahead.backends.graph.sizes import PAGE
 WINDOWS = [1, 7, 16, 31, 64, 100, 200]
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="replaces functions of the kernel before it is run")
 
-FEW = [(150, 0, 5), (20, 9, 2)]
-"""Sequences of cached tokens, a prompt chunk's rows and a tree's rows."""
+FEW = [(156, 0, 5), (20, 9, 2)]
+"""Sequences of cached tokens, a prompt chunk's rows and a tree's rows. A window of 7 begins inside the block of 16
+positions that the first tree continues, so that this block has cells that no row may read."""
 BATCH = [(301, 0, 9), (20, 30, 4), (0, 0, 1), (190, 0, 1)]
 LONG = [(1450, 0, 40), (700, 70, 0), (3, 0, 17), (1200, 1, 1)]
 FAR_AWAY = [(64 * NEAR_BLOCKS + 117, 3, 5)]

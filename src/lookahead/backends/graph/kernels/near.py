@@ -86,11 +86,13 @@ def add_near(
         start = tl.load(bases + index // (LENGTH * TOGETHER))
         its_path = tl.load(path_of + start // LENGTH - end // LENGTH)
         cell = tl.load(paths + 1 + index + column).to(tl.int64)
+        key = start + column % LENGTH
         there = cell >= 0
+        if BOUNDED:
+            there = there & (key >= lowest)
         cell = tl.maximum(cell, 0)
         offset = ((cell // PAGE * kv_heads + head) * PAGE + cell % PAGE)[:, None] * HEAD + dim[None, :]
         k, v = load_keys(keys, values, offset, there, HEAD)
-        key = start + column % LENGTH
         seen = (its_path[:, None] == (index + column)[None, :] // LENGTH) & (key[None, :] <= position[:, None])
         if BOUNDED:
             seen = seen & (key[None, :] >= oldest[:, None])
