@@ -53,37 +53,33 @@ def embed(
     _embed[(len(tokens), triton.cdiv(width, block))](
         table, tokens, aliases, position_table, positions, out, scale, last,
         WIDTH=width, BLOCK=block, SCALED=scale != 1.0, ALIASES=0 if aliases is None else len(aliases),
+        enable_fp_fusion=False,  # the scaled embedding is rounded before a position is added, also in fp32
     )  # fmt: skip
 
 
 @triton.jit
-def _last_columns(
-    x, weight, out, x_stride, out_stride, columns, INNER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Grid: (rows, blocks of columns). Numbers of `x` at the same place of different blocks are added first."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = column < columns
-    total = tl.zeros([BLOCK_C, BLOCK], tl.float32)
+def _last_columns(x, weight, out, x_stride, out_stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, columns). Numbers of `x` at the same offset of different blocks are added first."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, INNER, BLOCK):
         k = start + tl.arange(0, BLOCK)
         factor = tl.load(x + row * x_stride + k, mask=k < INNER, other=0.0).to(tl.float32)
-        at = column[:, None] * INNER + k[None, :]
-        own = tl.load(weight + at, mask=inside[:, None] & (k < INNER)[None, :], other=0.0).to(tl.float32)
-        total = tl.fma(own, tl.broadcast_to(factor[None, :], own.shape), total)
-    tl.store(out + row * out_stride + column, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
+        own = tl.load(weight + column * INNER + k, mask=k < INNER, other=0.0).to(tl.float32)
+        total = tl.fma(own, factor, total)
+    tl.store(out + row * out_stride + column, tl.sum(total, 0).to(out.dtype.element_ty))
 
 
 def last_columns(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out [R, n] = x [R, inner] weight [n, inner]^T, for a head's few columns beyond a multiple of its alignment.
 
-    A program has one row, whose bits therefore do not depend on R. On an H200 cuBLASLt's kernels took 77 us for 7
+    A program has one number, whose bits therefore do not depend on R. On an H200 cuBLASLt's kernels took 77 us for 7
     columns and an inner dimension of 4,096, because their widths suit no fast one.
     """
     columns, inner = weight.shape
-    _last_columns[(len(out), triton.cdiv(columns, 8))](
-        x, weight, out, x.stride(0), out.stride(0), columns,
-        INNER=inner, BLOCK=min(512, triton.next_power_of_2(inner)), BLOCK_C=8, num_warps=4,
+    _last_columns[(len(out), columns)](
+        x, weight, out, x.stride(0), out.stride(0), INNER=inner, BLOCK=min(4096, triton.next_power_of_2(inner)),
+        num_warps=4,
     )  # fmt: skip
 
 
