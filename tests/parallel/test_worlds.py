@@ -94,7 +94,7 @@ def test_rank_0_is_killed(world: World) -> None:
 @pytest.mark.parametrize("world", [{"accident": "sleep", "ranks": 2}], indirect=True)
 def test_a_rank_stalls(world: World) -> None:
     """It gives signs of life, and does not come to the exchange. The others end, and then it does."""
-    ends(world, [0, 1], "rank 1 did not answer for T s: at step 5, and the others wait at step 6")
+    ends(world, [0, 1], "rank 1 did not answer for T s: at step 6, and the others wait at step 7")
 
 
 @pytest.mark.slow
