@@ -667,7 +667,7 @@ SEEDS = {
     "mistral3": 1,
     "gemma3": 30,
     "llama4": 4,
-    "paligemma": 26,
+    "paligemma": 24,
     "paligemma2": 10,
     "idefics2": 12,
     "aya_vision": 2,
