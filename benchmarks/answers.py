@@ -7,7 +7,8 @@ Through `lookahead.load` and `generate`, with prompts that do not repeat. For ev
     cold     the default with an empty memory for every prompt
     equal    how many texts of both equal token by token, which runs all prompts as one batch
 
-`--without-bigrams` adds warm and cold without the model's bigrams. `sampled` is the same at temperature 0.7. `streams`
+`--without-bigrams` adds warm and cold without the model's bigrams, `--with-window` with the default window, which a
+default config leaves out where bigrams are known. `sampled` is the same at temperature 0.7. `streams`
 are steady states of the engine: an answer that ends is replaced by one to a new prompt. MT-Bench, HumanEval, MBPP,
 CNN/DailyMail, XSum and GSM8K are read from `--data-dir`; the prompts that ask for a translation or for a passage are
 made of XSum's articles.
@@ -19,6 +20,7 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,10 +108,15 @@ class Answers:
         expected = self.lm.generate(prompts, max_tokens=self.options.tokens, method="autoregressive", **settings)
         record: dict[str, Any] = {"prompts": len(prompts), "plain": round(plain.tokens_per_second, 1)}
         equal = texts = 0
-        for bigrams in (True, False) if self.options.without_bigrams else (True,):
+        variants: list[tuple[str, bool, LookaheadConfig]] = [("", True, self.lm.default_config)]
+        if self.options.without_bigrams:
+            variants.append((" without bigrams", False, self.lm.default_config))
+        if self.options.with_window:
+            variants.append((" with window", True, replace(self.lm.default_config, window=LookaheadConfig.window)))
+        for variant, bigrams, config in variants:
             for how in ("warm", "cold"):
-                found, stats = self.answer(prompts, cold=how == "cold", bigrams=bigrams, **settings)
-                label = how if bigrams else f"{how} without bigrams"
+                found, stats = self.answer(prompts, cold=how == "cold", bigrams=bigrams, config=config, **settings)
+                label = how + variant
                 record[label] = round(stats.tokens_per_second, 1)
                 record[f"S {label}"] = round(stats.compression, 3)
                 if label == "warm":
@@ -171,6 +178,7 @@ def main() -> None:
         "--streams", type=int, nargs="*", default=[8, 32, 64], help="numbers of streams; none: no streams"
     )
     parser.add_argument("--without-bigrams", action="store_true")
+    parser.add_argument("--with-window", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file, written after each record")
     options = parser.parse_args()
     make: Any = shaped_load(options.shape) if options.shape else lookahead.load

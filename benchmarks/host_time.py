@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.budget import for_bigrams, without_cost
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.search import PythonDrafter
@@ -182,7 +182,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':42s}" + "".join(f"{part:>9s}" for part in PARTS) + f"{'p90 host':>10s}")
     methods = {
-        "default": without_cost(LookaheadConfig()),
+        "default": for_bigrams(without_cost(LookaheadConfig())),
+        "default with window": without_cost(LookaheadConfig()),
         "paper (5,15,15), prompt": LookaheadConfig.paper(15, 5, 15, prompt=True),
         "autoregressive": LookaheadConfig.autoregressive(),
     }

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 
+from lookahead.algorithm.budget import for_bigrams
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
@@ -36,7 +37,7 @@ from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.bigrams import bigrams, prefix_of
-from lookahead.loading.default import batch_cost, default_config
+from lookahead.loading.default import batch_cost, fitted_default, tuned_config
 from lookahead.loading.load import INT8, greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.stats import Stats
@@ -312,11 +313,14 @@ def fit_to_machine(loaded: LookaheadModel, config: LookaheadConfig | None, log: 
     """Set what is measured or computed once per model and machine: the default config, if none was given, the cost of a
     pass, and the model's bigrams."""
     with clear_errors(loaded.device):
+        tuned = tuned_config(loaded.name, loaded.backend, log) if config is None else config
         if config is None:
-            loaded.default_config = default_config(loaded.name, loaded.backend, log)
+            loaded.default_config = tuned or fitted_default(loaded.backend, log)
             loaded.engine.budget.cost = batch_cost(loaded.backend, loaded.default_config, log)
         if "recycle" in loaded.default_config.active_sources:
             loaded.learn_bigrams(log)
+        if tuned is None and loaded.memory.bigrams is not None:
+            loaded.default_config = for_bigrams(loaded.default_config)
 
 
 def prepared(

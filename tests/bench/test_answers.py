@@ -29,20 +29,21 @@ def test_prompts_ask_for_what_the_articles_say(data_dir: Path) -> None:
 
 
 def test_every_set_is_measured(lm: Any, data_dir: Path, tmp_path: Path) -> None:
-    """All texts equal, with bigrams and without; the model's own memory is as it was."""
+    """All texts equal, with bigrams and without, with a window and without; the model's own memory is as it was."""
     own = lm.memory
     own.bigrams = own.drafter.new_table()
     own.bigrams.put_tokens(np.zeros((lm.backend.vocab_size, 2 * MAX_SUCCESSORS), dtype=np.int32))
     out = tmp_path / "answers.json"
     try:
-        records = run(lm, Namespace(data_dir=data_dir, limit=2, tokens=6, streams=[2], without_bigrams=True, out=out))
+        options = Namespace(data_dir=data_dir, limit=2, tokens=6, streams=[2], without_bigrams=True, with_window=True)
+        records = run(lm, Namespace(**vars(options), out=out))
     finally:
         own.bigrams = None
     assert lm.memory is own
     assert list(records) == [*SETS, "sampled", "2 streams, plain", "2 streams, default"]
     for name in (*SETS, "sampled"):
         equal, texts = records[name]["equal"].split(" of ")
-        assert equal == texts == str(4 * records[name]["prompts"])
+        assert equal == texts == str(6 * records[name]["prompts"])
     assert records["2 streams, default"]["tok_s"] > 0
     stored = json.loads(out.read_text(encoding="utf-8"))
     assert stored["records"] == records

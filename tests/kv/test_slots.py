@@ -111,3 +111,22 @@ def test_pages_ahead_are_taken_when_all_sequences_have_what_they_need() -> None:
     first, second = (slots[slots.open([], "")] for _ in range(2))
     slots.require_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
     assert (first.room, second.room) == (2 * SIZE, 10 * SIZE)
+
+
+def test_pages_reserved_ahead_stay_while_cached_ones_can_be_evicted() -> None:
+    """In a server that has run for a while every page has content. Growing must then cost nothing in most steps."""
+    slots = Slots(PagePools([PagePool(8, SIZE)]), LONGEST, MOST)
+    slot, done = slots[slots.open([], "")], slots.open([], "")
+    slots.require_pages([slot], [SIZE], ahead=SIZE)
+    assert slots.reserve_pages(slots[done], 6 * SIZE)
+    slots[done].length = 6 * SIZE
+    slots.pool.remember(slots[done].tables, list(range(6 * SIZE)))
+    slots.close(done)
+    assert (slots.pool.free, slots.pool.evictable, slot.room) == (0, 6, 2 * SIZE)
+    slots.require_pages([slot], [SIZE], ahead=SIZE)
+    assert slot.room == 2 * SIZE  # not given back, to be reserved again in the next step
+    other = slots[slots.open([], "")]
+    slots.require_pages([other], [6 * SIZE])
+    assert (slots.pool.free, slots.pool.evictable) == (0, 0)
+    slots.require_pages([slot], [SIZE])
+    assert (slots.pool.free, slot.room) == (1, SIZE)  # nothing can be evicted: what a larger tree needed is given back

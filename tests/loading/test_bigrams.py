@@ -14,6 +14,7 @@ from tiny import VOCABULARY, tiny
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources.recycle import RecycleSource
 from lookahead.algorithm.successors import MAX_SUCCESSORS
@@ -164,6 +165,23 @@ def test_a_loaded_model_drafts_from_them_and_its_text_is_the_same(
         (source,) = (source for source in sequence._sources if isinstance(source, RecycleSource))
         assert source.tables.bigrams is lm.memory.bigrams
         assert source.tables.shared is None
+
+
+def test_where_they_are_known_the_default_has_no_window(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows are for draft tokens then. A given config keeps its window, and a tuned profile is as it was tuned."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    monkeypatch.setattr("lookahead.generate.fitted_default", lambda *_: without_cost(LookaheadConfig()))
+    lm = lookahead.load((model, tokenizer), backend="graph")
+    assert lm.memory.bigrams is not None
+    assert (lm.default_config.window, lm.default_config.budget) == (0, LookaheadConfig().budget)
+    assert lookahead.load((model, tokenizer), config=LookaheadConfig(), backend="graph").default_config.window == 5
+    with monkeypatch.context() as without:
+        without.setattr("lookahead.generate.bigrams", lambda *_: None)
+        assert lookahead.load((model, tokenizer), backend="graph").default_config.window == 5
+    monkeypatch.setattr("lookahead.loading.default.profiles.find", lambda *_: LookaheadConfig(window=3, budget=40))
+    assert lookahead.load((model, tokenizer), backend="graph").default_config.window == 3
 
 
 def test_a_full_device_leaves_the_model_without_them(

@@ -24,6 +24,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kinds import Sampler
+from lookahead.config import LookaheadConfig
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
 
@@ -53,9 +54,13 @@ def test_bigrams_come_from_disk_at_once_and_are_computed_later(
     """A script that calls once does not wait for them; no text depends on them."""
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     first, second = (make_model(eos_token_id=None) for _ in range(2))
+    windows = list[int]()
+    sequences = run.Run._sequences
+    monkeypatch.setattr(run.Run, "_sequences", lambda *args: windows.append(args[1].window) or sequences(*args))
     for call in range(run.BIGRAMS_CALL + 1):
-        both(first, inputs, max_new_tokens=MANY, hook=graph()).same()
+        both(first, inputs, max_new_tokens=MANY, hook=lookahead.decoding(backend="graph")).same()
         assert (facts.known[first].memory.bigrams is None) == (call < run.BIGRAMS_CALL)
+    assert windows == [LookaheadConfig().window] * run.BIGRAMS_CALL + [0]  # then all rows are for draft tokens
     assert len(list((tmp_path / "bigrams").iterdir())) == 1
     both(second, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[second].memory.bigrams is not None

@@ -18,7 +18,8 @@ applies the rules to the sequences of a step, and `DecodingSequence.propose` to 
   tokens in the last steps (`sources.calibration`). With the source `recycle` every draft token is worth RECYCLE_BONUS
   more, because its successors serve later drafts.
 - *The window* of the lookahead branch costs rows, too. It stays if its rows make a step of one sequence at most FREE
-  times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share.
+  times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share. A default
+  config has none where the model's bigrams are known: its rows then give more as draft tokens (`for_bigrams`).
 - *Many sequences.* The merged list is cut by the time of the whole pass. A sequence drafts no more than it would take
   alone.
 - *Backends that pad.* A pass costs n times its longest tree, so a long tree makes every sequence pay. All get an equal
@@ -62,6 +63,15 @@ def fit_config(config: LookaheadConfig, curve: CostCurve) -> LookaheadConfig:
     if weighing_curve(fitted) is None or table[config.window_tokens - 1] <= FREE * table[0]:
         return fitted
     return replace(fitted, window=0)
+
+
+def for_bigrams(config: LookaheadConfig) -> LookaheadConfig:
+    """The config for a model whose bigrams are known: all rows are for draft tokens.
+
+    On an H200, with 128 nodes, S of two samples of 60 prompts was 4.58 and 4.89 with the window of 20 nodes, and 4.72
+    and 5.03 without it (empty memory; 4.75, 5.07 and 4.90, 5.16 with a memory that is kept).
+    """
+    return replace(config, window=0)
 
 
 def without_cost(config: LookaheadConfig) -> LookaheadConfig:

@@ -232,6 +232,11 @@ class PagePools:
         return sum(pool.evictable for pool in self.pools)
 
     @property
+    def available(self) -> int:
+        """Pages that a sequence can get, free ones and evictable ones, in the pool that has the fewest."""
+        return min([pool.free + pool.evictable for pool in self.pools])
+
+    @property
     def used(self) -> int:
         return sum(pool.used for pool in self.pools)
 

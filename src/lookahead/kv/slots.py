@@ -88,10 +88,10 @@ class Slots:
     def reserve_pages(self, slot: Slot, tokens: int) -> bool:
         """Reserve pages for this many tokens of the sequence. False if there are too few. For a long prompt, a group
         with a window gets only the pages that the next pass reads or writes. Pages behind a window are freed first."""
-        if slot.room >= tokens and self.pool.free:
+        if slot.room >= tokens and self.pool.available:
             return True
         self.pool.drop_behind(slot.tables, slot.length)
-        if not self.pool.free:  # free what a larger tree needed before
+        if not self.pool.available:  # free what a larger tree needed before
             self.pool.shrink(slot.tables, tokens)
             self._note_pages(slot)
         found = tokens <= self.most_tokens and self._reserve(slot, tokens)
@@ -111,9 +111,9 @@ class Slots:
     def require_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
         """Reserve pages for this many tokens of each sequence, or raise MemoryError. If enough are free, reserve pages
         for `ahead` further tokens, too."""
-        free, may_grow = self.pool.free, list[tuple[Slot, int]]()
+        available, may_grow = self.pool.available, list[tuple[Slot, int]]()
         for slot, count in zip(slots, tokens, strict=True):
-            if free and slot.room >= count + ahead:
+            if available and slot.room >= count + ahead:
                 continue  # the usual case: `reserve_pages` would take three times as long
             if not self.reserve_pages(slot, count):
                 raise MemoryError(
@@ -121,7 +121,7 @@ class Slots:
                     f"use, and a sequence may have {self.longest} of them"
                 )
             may_grow.append((slot, count + ahead))
-            free = self.pool.free
+            available = self.pool.available
         for slot, count in may_grow:  # only now, when all have what they need
             if self.pool.free > len(self):
                 self.reserve_pages(slot, count)

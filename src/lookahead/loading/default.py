@@ -15,8 +15,8 @@ from lookahead.loading import profiles
 from lookahead.loading.fitting import fitted, pass_cost
 
 
-def default_config(name: str, backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig:
-    """The config that `lookahead tune --save` chose for the model of this name; else the default, fitted."""
+def tuned_config(name: str, backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig | None:
+    """The config that `lookahead tune --save` chose for the model of this name, or None."""
     tuned = profiles.find(name, backend, cache_dir(), log)
     if tuned is not None:
         try:
@@ -24,6 +24,11 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
         except ValueError as error:
             if log is not None:
                 log(f"note: the tuned profile is not used: {error}")
+    return None
+
+
+def fitted_default(backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig:
+    """The default config, fitted to what a step costs."""
     return fitted(default_within(backend), backend, cache_dir(), log)
 
 

@@ -13,7 +13,7 @@ from weakref import proxy
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.budget import for_bigrams, without_cost
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.output import StepOutput
@@ -193,6 +193,8 @@ class Run:
         chosen = self._exact(chosen)
         if backend.capabilities.row_sizes and "recycle" in chosen.active_sources:
             self._learn_bigrams(chosen.budget)
+            if config is None and self.facts.memory.bigrams is not None:
+                chosen = for_bigrams(chosen)
         self.sequences = self._sequences(chosen, rules)
         return Engine(backend, budget)
 
