@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @contextmanager
-def no_more_memory() -> Iterator[None]:
-    """Torch may take no more from the GPU than it has now."""
+def no_more_memory(spare: int = 0) -> Iterator[None]:
+    """Torch may take no more from the GPU than it has now, and `spare` bytes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / total)
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def test_steps_run_uncaptured_while_the_memory_is_full(
     model = tiny("Llama", device="cuda").to(torch.bfloat16)
     expected = outputs(GraphBackend(model, kv_tokens=2048), PROMPTS, settings)
     backend = GraphBackend(model, kv_tokens=2048)
-    with no_more_memory(), caplog.at_level(logging.WARNING, "lookahead"):
+    with no_more_memory(8 << 20), caplog.at_level(logging.WARNING, "lookahead"):
         filled: list[torch.Tensor] = []
         try:
             while True:
