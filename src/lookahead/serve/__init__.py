@@ -15,6 +15,7 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     requests, reply    the requests in flight; serialize: a request as plain data for other processes
     grammar, vocabulary, tools    structured output
     keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
+    access, records, tracing, logs    request ids, a line in the log per request, spans
     nesting, surrogates    bodies that a parser, template or tokenizer would choke on
 """
 

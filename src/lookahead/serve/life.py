@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ import uvicorn
 from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
 from lookahead.serve.connection import Connection
-from lookahead.serve.errors import log, unavailable
+from lookahead.serve.errors import unavailable
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 from lookahead.serve.sockets import allow_port_reuse, bind, cannot_listen
@@ -144,6 +143,7 @@ def make_server(
     app = make_app(model, settings, kind)
     options: dict[str, Any] = {
         "lifespan": "off",  # `Server` starts and closes the service
+        "log_config": None,  # its records go where ours go
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
@@ -167,8 +167,6 @@ def serve(
     stopped because its device was lost.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    log.setLevel(logging.INFO)
     threshold = gc.get_threshold()
     try:
         server = make_server(model, settings, say, kind, sockets)

@@ -15,9 +15,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from lookahead.serve.access import App, Receive, Scope, Send
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
-from lookahead.serve.limits import App, Receive, Scope, Send
 from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.conversations import Conversations
 from lookahead.serve.ray.gather import ingress_text, merge_metrics
@@ -45,6 +45,7 @@ class IngressService(Service):
     """
 
     model: RemoteModel
+    tags_responses = False  # Ray's proxy does
 
     def __init__(
         self,
