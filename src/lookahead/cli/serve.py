@@ -67,6 +67,10 @@ def serve(
         str, typer.Option("--log-format", help="text, or json: one object a line.", metavar="FORMAT")
     ] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    fronts: Annotated[
+        int | None,
+        typer.Option("--fronts", help="Processes for HTTP and text; 0: in the engine's. By default by the cores."),
+    ] = None,
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines on this machine, each with the model, behind one address.")
     ] = None,
@@ -92,6 +96,11 @@ def serve(
         raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
     from lookahead.serve.sockets import bound
 
+    if fronts and (replicas is not None or several.together):
+        other = "--ranks" if replicas is None else "--replicas"
+        raise ValueError(
+            f"--fronts {fronts} is for a single engine, and {other} has processes of its own; leave one out"
+        )
     if replicas is None and several.together and not several.started:
         with bound(host, port):  # only a check: rank 0 binds it again
             pass
@@ -132,10 +141,25 @@ def serve(
                 serve_together(several, settings, say, model, dtype=dtype, device=device, backend=backend)
         else:
             with bound(host, port) as sockets:  # before the model is loaded, which may take minutes
-                from lookahead.serve.life import serve as run
+                serve_alone(settings, fronts, sockets, say, partial(console.load, model), dtype, device, backend)
 
-                loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=say)
-                run(loaded, settings, say, sockets=sockets)
+
+def serve_alone(
+    settings: Any, fronts: int | None, sockets: Any, say: Callable[[str], None], load: Callable[..., Any],
+    dtype: str, device: str, backend: str,
+) -> None:  # fmt: skip
+    """Serve with one engine, behind front processes or in one process with HTTP."""
+    from lookahead.serve.fronts.run import Fronts, default_fronts
+    from lookahead.serve.fronts.run import serve as run_behind
+    from lookahead.serve.life import serve as run
+
+    options = {"dtype": dtype, "device": device, "backend": backend, "log": say}
+    count = default_fronts() if fronts is None else fronts
+    if not count:
+        run(load(**options), settings, say, sockets=sockets)
+        return
+    with Fronts(count, sockets) as started:
+        run_behind(load(**options), settings, say, started)
 
 
 def serve_together(several: Ranks, settings: Any, say: Callable[[str], None], name: str | None, **options: Any) -> None:

@@ -70,7 +70,7 @@ class Service:
         self.memory_saver: MemorySaver | None = None
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
-            self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: bool(self.replies))
+            self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: self.busy)
         model.engine.set_max_sequences(settings.max_concurrency)
         model.prepare(settings.max_concurrency, log.info)  # before the first request
         model.engine.on_pass = self.metrics.observe_step
@@ -81,6 +81,11 @@ class Service:
         await self.in_worker(self.grammars.prepare)
         if self.memory_saver is not None:
             await self.memory_saver.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are running."""
+        return bool(self.replies)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""
