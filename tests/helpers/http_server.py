@@ -20,12 +20,15 @@ class Running:
     def __init__(self, model: Any, **settings: Any) -> None:
         self.model = model
         self.said: list[str] = []
-        self.server: Server = make_server(model, ServeSettings(port=0, **settings), self.said.append)
+        self.server = self.make(ServeSettings(port=0, **settings))
         self.service: Service = self.server.service
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         assert soon(lambda: self.server.started)
         self.url = self.server.address
+
+    def make(self, settings: ServeSettings) -> Server:
+        return make_server(self.model, settings, self.said.append)
 
     @cached_property
     def client(self) -> Any:

@@ -24,7 +24,7 @@ class ProcessEnd(BaseException):
 
 
 def run_serve_command(
-    model: Any, cache: Path, client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    model: Any, cache: Path, client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, *options: str
 ) -> int | str | None:
     """Serve this model until the command ends, with `client(url)` in a thread. Returns the exit code.
 
@@ -58,7 +58,7 @@ def run_serve_command(
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for a signal that comes before or after the server's time
     thread.start()
     try:
-        main(["serve", "--port", "0"])
+        main(["serve", "--port", "0", *options])
     except SystemExit as ended:
         code = ended.code
     except ProcessEnd as ended:

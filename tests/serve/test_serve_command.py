@@ -30,6 +30,8 @@ def run(*args: str, load: Any = None) -> Any:
         (("--max-concurrency", "0"), "max_concurrency=0 must be at least 1"),
         (("--api-key-file", "/nothing/here"), "'/nothing/here' cannot be read"),
         (("--cors", "xyz"), "cors_origins has 'xyz', which is not an origin; write it as https://"),
+        (("--log-level", "loud"), "log_level='loud' must be one of debug, info, warning, error"),
+        (("--log-format", "xml"), "log_format='xml' must be one of text, json"),
         (("--backend", "magic"), "--backend does not know 'magic'"),
     ],
 )

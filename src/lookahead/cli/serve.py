@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,17 @@ def serve(
     vllm_metrics: Annotated[
         bool, typer.Option("--vllm-metrics", help="Also export metrics under vLLM's names.")
     ] = False,
+    log_level: Annotated[
+        str, typer.Option("--log-level", help="The least level: debug, info, warning, error.", metavar="LEVEL")
+    ] = "info",
+    log_format: Annotated[
+        str, typer.Option("--log-format", help="text, or json: one object a line.", metavar="FORMAT")
+    ] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    fronts: Annotated[
+        int | None,
+        typer.Option("--fronts", help="Processes for HTTP and text; 0: in the engine's. By default by the cores."),
+    ] = None,
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines on this machine, each with the model, behind one address.")
     ] = None,
@@ -85,13 +96,20 @@ def serve(
         raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
     from lookahead.serve.sockets import bound
 
+    if fronts and (replicas is not None or several.together):
+        other = "--ranks" if replicas is None else "--replicas"
+        raise ValueError(
+            f"--fronts {fronts} is for a single engine, and {other} has processes of its own; leave one out"
+        )
     if replicas is None and several.together and not several.started:
         with bound(host, port):  # only a check: rank 0 binds it again
             pass
         raise typer.Exit(several.launch(console, None, forwarded=(signal.SIGTERM, signal.SIGINT)))
 
     from lookahead.cache import cache_dir
+    from lookahead.serve.errors import log
     from lookahead.serve.keys import read_keys
+    from lookahead.serve.logs import logging_to_stderr
     from lookahead.serve.settings import ServeSettings
 
     settings = ServeSettings(
@@ -110,23 +128,41 @@ def serve(
         vllm_metrics=vllm_metrics,
         memory_folder=cache_dir() / "memory" if memory else None,
         log_prompts=log_prompts,
+        log_level=log_level,
+        log_format=log_format,
     )
-    if replicas is not None:
-        where = {"model": model, "dtype": dtype, "device": device, "backend": backend}
-        serve_replicas(settings, replicas, gpus, console, ranks=ranks or 1, rank_timeout=rank_timeout, **where)
+    say: Callable[[str], None] = log.info if log_format == "json" else console.say  # all of stderr is JSON then
+    with logging_to_stderr(log_level, log_format):
+        if replicas is not None:
+            where = {"model": model, "dtype": dtype, "device": device, "backend": backend}
+            serve_replicas(settings, replicas, gpus, say, ranks=ranks or 1, rank_timeout=rank_timeout, **where)
+        elif several.together:
+            with several.watched(console):
+                serve_together(several, settings, say, model, dtype=dtype, device=device, backend=backend)
+        else:
+            with bound(host, port) as sockets:  # before the model is loaded, which may take minutes
+                serve_alone(settings, fronts, sockets, say, partial(console.load, model), dtype, device, backend)
+
+
+def serve_alone(
+    settings: Any, fronts: int | None, sockets: Any, say: Callable[[str], None], load: Callable[..., Any],
+    dtype: str, device: str, backend: str,
+) -> None:  # fmt: skip
+    """Serve with one engine, behind front processes or in one process with HTTP."""
+    from lookahead.serve.fronts.run import Fronts, default_fronts
+    from lookahead.serve.fronts.run import serve as run_behind
+    from lookahead.serve.life import serve as run
+
+    options = {"dtype": dtype, "device": device, "backend": backend, "log": say}
+    count = default_fronts() if fronts is None else fronts
+    if not count:
+        run(load(**options), settings, say, sockets=sockets)
         return
-    if several.together:
-        with several.watched(console):
-            serve_together(several, settings, console, model, dtype=dtype, device=device, backend=backend)
-        return
-    with bound(host, port) as sockets:  # before the model is loaded, which may take minutes
-        from lookahead.serve.life import serve as run
-
-        loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
-        run(loaded, settings, console.say, sockets=sockets)
+    with Fronts(count, sockets) as started:
+        run_behind(load(**options), settings, say, started)
 
 
-def serve_together(several: Ranks, settings: Any, console: Host, name: str | None, **options: Any) -> None:
+def serve_together(several: Ranks, settings: Any, say: Callable[[str], None], name: str | None, **options: Any) -> None:
     """Serve as one of several ranks that share an engine: rank 0 serves HTTP, and the others follow it."""
     import lookahead.parallel
     from lookahead.serve.life import serve as run
@@ -139,13 +175,13 @@ def serve_together(several: Ranks, settings: Any, console: Host, name: str | Non
         run_follower(model, settings)
     else:
         with bound(settings.host, settings.port) as sockets:  # before the model is loaded
-            model = load(log=console.say)
+            model = load(log=say)
             model.lead()
-            run(model, settings, console.say, LeadingService, sockets)
+            run(model, settings, say, LeadingService, sockets)
     model.close()
 
 
-def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Host, **model: Any) -> None:
+def serve_replicas(settings: Any, replicas: int, gpus: float | None, say: Callable[[str], None], **model: Any) -> None:
     """Serve with several engines on this machine, one per replica."""
     import torch
 
@@ -156,7 +192,7 @@ def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Ho
     given = float(found > 0) if gpus is None else gpus
     wanted = RaySettings(replicas=replicas, gpus=given, serve=settings, **model)
     check_machine(wanted, found)
-    run(wanted, console.say)
+    run(wanted, say)
 
 
 def check_extra(names: tuple[str, ...], extra: str) -> None:

@@ -1,7 +1,9 @@
 """`lookahead serve`: an OpenAI-compatible HTTP server. A reply does not depend on the other requests in the batch.
 
-One process: one thread steps the engine, and asyncio handles HTTP. The modules, from the outside in:
+One thread steps the engine, and asyncio handles HTTP: in one process, or with `fronts` in processes of their own. The
+modules, from the outside in:
 
+    fronts       HTTP in processes of its own; ray: several engines
     app          routes and middleware, built from a model and settings
     life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
     chat, completions, responses, tokens    one file per endpoint
@@ -12,9 +14,10 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     pages, web/  the web page at `/`
     parameters   a body's fields become sampling parameters, stop rules and a config
     service      submits requests to the engine and routes its events back to asyncio
-    requests, reply    the requests in flight; serialize: a request as plain data for other processes
+    requests, reply    the requests in flight; serialize, wire, remote: the same for other processes
     grammar, vocabulary, tools    structured output
     keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
+    access, records, tracing, logs    request ids, a line in the log per request, spans
     nesting, surrogates    bodies that a parser, template or tokenizer would choke on
 """
 

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from lookahead.generate import LookaheadModel
 from lookahead.serve import chat, completions, errors, pages, responses, tokens
+from lookahead.serve.access import RequestLog
 from lookahead.serve.limits import Gate
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
@@ -40,6 +41,13 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(
+        RequestLog, refused=service.metrics.refused, tracing=service.tracing, tags=service.tags_responses
+    )
     return app

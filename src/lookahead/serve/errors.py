@@ -71,6 +71,11 @@ def unavailable(message: str, retry: int | None = None) -> ApiError:
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
+def client_gone() -> ApiError:
+    """Nobody receives it, but the log and the metrics count it, with nginx's status."""
+    return ApiError(499, "the client has gone")
+
+
 def explain(problem: Mapping[str, Any]) -> ApiError:
     """A pydantic error as one line that names the field and the fix."""
     where = field_name(problem["loc"])
@@ -137,7 +142,3 @@ def install(app: FastAPI, refused: Counter[str]) -> None:
         }
         message = messages.get(error.status_code, str(error.detail))
         return answer(ApiError(error.status_code, message, headers=error.headers or {}))
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return answer(internal(error))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ import uvicorn
 from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
 from lookahead.serve.connection import Connection
-from lookahead.serve.errors import log, unavailable
+from lookahead.serve.errors import unavailable
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 from lookahead.serve.sockets import allow_port_reuse, bind, cannot_listen
@@ -37,14 +37,20 @@ class Server(uvicorn.Server):
     """Uvicorn with draining: after the first signal no new requests are accepted, and running ones may finish.
 
     `sockets` are bound already (see `sockets`). The service starts before they listen, and its startup errors are
-    raised: an application lifespan, uvicorn's own way, would hide them behind an exit code.
+    raised: an application lifespan, uvicorn's own way, would hide them behind an exit code. `on_ready` is called once
+    they listen.
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, say: Callable[[str], None], sockets: list[socket.socket]
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        say: Callable[[str], None],
+        sockets: list[socket.socket],
+        on_ready: Callable[[Server], None],
     ) -> None:
         super().__init__(config)
-        self.service, self.say, self._sockets = service, say, sockets
+        self.service, self.say, self._sockets, self._on_ready = service, say, sockets, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -66,7 +72,7 @@ class Server(uvicorn.Server):
             raise cannot_listen(host, port, error) from error
         self._loop = asyncio.get_running_loop()
         if self.started:
-            self.say(ready_line(self.address, self.service))
+            self._on_ready(self)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. A server whose device is lost ends."""
@@ -81,8 +87,7 @@ class Server(uvicorn.Server):
     @property
     def address(self) -> str:
         """Where the server listens, as a URL."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return address_of(self.servers[0].sockets[0])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""
@@ -123,6 +128,16 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def address_of(listening: socket.socket) -> str:
+    """Where a socket listens, as a URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def say_ready(server: Server) -> None:
+    server.say(ready_line(server.address, server.service))
+
+
 def ready_line(address: str, service: Service) -> str:
     key = ' -H "Authorization: Bearer $KEY"' if service.settings.keys else ""
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -139,11 +154,13 @@ def make_server(
     say: Callable[[str], None],
     kind: Callable[..., Service] = Service,
     sockets: Sequence[socket.socket] = (),
+    on_ready: Callable[[Server], None] = say_ready,
 ) -> Server:
     """A server, ready to `run`. Without `sockets` it binds its address in `run`."""
     app = make_app(model, settings, kind)
     options: dict[str, Any] = {
         "lifespan": "off",  # `Server` starts and closes the service
+        "log_config": None,  # its records go where ours go
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
@@ -151,7 +168,7 @@ def make_server(
         "ws": "none",
         "timeout_graceful_shutdown": 2,
     }
-    return Server(uvicorn.Config(app, **options), app.state.service, say, list(sockets))
+    return Server(uvicorn.Config(app, **options), app.state.service, say, list(sockets), on_ready)
 
 
 def serve(
@@ -166,20 +183,29 @@ def serve(
     `sockets` are bound already (see `sockets`). Raises ValueError if the server cannot start, and DeviceError if it
     stopped because its device was lost.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    log.setLevel(logging.INFO)
-    threshold = gc.get_threshold()
-    try:
+    with serving_process():
         server = make_server(model, settings, say, kind, sockets)
-        # Exclude imported and loaded objects from collection: a full collection of these 440,000 objects takes 0.2 to
-        # 0.3 s, during which no step runs.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS, *threshold[1:])
+        keep_from_collection()
         server.run()
         if server.service.lost is not None:
             raise server.service.lost
+
+
+@contextmanager
+def serving_process() -> Iterator[None]:
+    """Set what Python does between threads, and how often it collects garbage, for a process that serves."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    threshold = gc.get_threshold()
+    try:
+        yield
     finally:
         gc.set_threshold(*threshold)
         gc.unfreeze()  # so that all is freed at exit: triton complains otherwise
+
+
+def keep_from_collection() -> None:
+    """Exclude imported and loaded objects from collection: a full collection of these 440,000 objects takes 0.2 to
+    0.3 s, during which no step runs."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
-from lookahead.serve.errors import ApiError, unavailable
+from lookahead.serve.access import App, Receive, Scope, Send
+from lookahead.serve.errors import ApiError, client_gone
 from lookahead.serve.keys import KeyRing
 from lookahead.serve.nesting import MOST_DEPTH, too_deep
 from lookahead.serve.surrogates import check_surrogates
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 OPEN_PATHS = ("/health", "/")
 OPEN_FOLDER = "/web/"
 """Paths that need no key: the web page and its files contain no secrets."""
-DIRECT_SEND = "lookahead.send"
-"""Key of a request's scope with the gate's own `send`. Middleware between the gate and the routes wraps `send` to see
-whether a response has started, which a stream needs only once."""
 PATIENCE = 60
 """The largest Retry-After, in seconds."""
 
@@ -97,7 +90,6 @@ class Gate:
             error.headers.setdefault("Connection", "close")  # the rest of the body is not read
             await error.response()(scope, receive, send)
             return
-        scope[DIRECT_SEND] = send
         await self.app(scope, receive, send)
 
     def _check_headers(self, headers: dict[bytes, bytes]) -> None:
@@ -115,7 +107,7 @@ class Gate:
         while more:
             message = await receive()
             if message["type"] != "http.request":
-                raise unavailable("the client went away before its body was read")
+                raise client_gone()
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             more = message.get("more_body", False)

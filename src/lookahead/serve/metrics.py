@@ -91,6 +91,7 @@ class Metrics:
         if state.last_token_time:
             self.times["inter_token_latency_seconds"].observe((now - state.last_token_time) / new, new)
         else:
+            state.first_token_time = now
             self.times["time_to_first_token_seconds"].observe(now - state.begin)
             self.totals["prompt_tokens"] += stats.prompt_tokens
         state.last_token_time = now

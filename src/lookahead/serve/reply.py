@@ -22,7 +22,7 @@ class Reply:
         self.states, self.timeout, self.leave = states, timeout, leave
         self.begin = perf_counter()
         self.failure: ApiError | None = None  # set by the server; ignored by a finished reply
-        self._broken: ApiError | None = None  # raised after the last pieces have been returned
+        self.error: ApiError | None = None  # that it ended with; raised after the last pieces have been returned
         self._running = len(states)
         self._fresh: dict[RequestState, None] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -53,18 +53,18 @@ class Reply:
 
         Raises an ApiError if the server or the engine fails, or at the deadline.
         """
-        while self._broken is None and self._running:
+        while self.error is None and self._running:
             if not self._fresh and self.failure is None:
                 await self._wait_for_output(keep_alive)
                 if not self._fresh and self.failure is None:
                     return []
             pieces = self._read_fresh()
             if self.failure is not None and self._running:
-                self._broken = self.failure
+                self.error = self.failure
             if pieces:
                 return pieces
-        if self._broken is not None:
-            raise self._broken
+        if self.error is not None:
+            raise self.error
         return None
 
     def _read_fresh(self) -> list[Piece]:
@@ -77,7 +77,7 @@ class Reply:
                 if piece is not None:
                     pieces.append(piece)
         except ApiError as error:  # raised after these pieces have been returned
-            self._broken = error
+            self.error = error
         return pieces
 
     async def finish(self) -> list[list[Piece]]:

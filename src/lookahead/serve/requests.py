@@ -22,7 +22,7 @@ class RequestSpec:
     `prediction` is text that the output may resemble. The text of the first `unsearched` tokens is not searched for
     stop strings. `output` holds tokens that another engine has already generated. Requests of the same `conversation`
     share a long prefix: see `ray`. With `streams_steps` its pieces carry per-step details, and the first `trees` steps
-    include their token tree.
+    include their token tree. With `scores` its output is the rest of the prompt (see `scoring`).
     """
 
     prompt: list[int]
@@ -38,6 +38,7 @@ class RequestSpec:
     trees: int = 0
     output: Sequence[int] = ()
     conversation: str = ""
+    scores: bool = False
 
 
 @dataclass
@@ -72,7 +73,7 @@ class RequestState:
         self.text = TextStream(tokenizer, spec.stops, spec.unsearched)
         self.stream: RequestStream | None = None
         self.begin = perf_counter()
-        self.last_token_time = 0.0  # time of the last token
+        self.first_token_time = self.last_token_time = 0.0
         self.counted = 0  # tokens already counted by the metrics
         self.tried = 0
         self.steps_sent = 0

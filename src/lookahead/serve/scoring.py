@@ -60,6 +60,7 @@ def scoring_spec(prompt: Sequence[int], count: int, owner: Owner, service: Servi
         owner,
         mask=ForcedText(rest, backend.vocab_size),
         prediction=rest,
+        scores=True,
     )
 
 

@@ -25,11 +25,14 @@ from lookahead.serve.grammar import Grammars
 from lookahead.serve.keys import KeyRing
 from lookahead.serve.limits import Queue
 from lookahead.serve.logprobs import TokenFormatter
+from lookahead.serve.logs import FIELDS
 from lookahead.serve.memory import MemorySaver
 from lookahead.serve.metrics import Metrics
+from lookahead.serve.records import current
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import RequestSpec, RequestState
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.tracing import find_tracing
 
 R = TypeVar("R")
 
@@ -38,7 +41,12 @@ SMALL = 4096
 
 
 class Service:
-    """The model, its engine, and the replies in progress."""
+    """The model, its engine, and the replies in progress.
+
+    With `tags_responses` every response has its request's id in `X-Request-Id`.
+    """
+
+    tags_responses = True
 
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
         self.model, self.settings = model, settings
@@ -46,6 +54,7 @@ class Service:
         self.keys = KeyRing(settings.keys, model.memory, settings.share_memory, settings.public)
         self.queue = Queue(settings.max_concurrency, settings.max_queue)
         self.metrics = Metrics(self.name)
+        self.tracing = find_tracing(self.name)
         self.grammars = Grammars(model)
         self.tokenizer = SharedTokenizer(model.tokenizer)
         self.token_formatter = TokenFormatter(model.tokenizer)
@@ -61,7 +70,7 @@ class Service:
         self.memory_saver: MemorySaver | None = None
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
-            self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: bool(self.replies))
+            self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: self.busy)
         model.engine.set_max_sequences(settings.max_concurrency)
         model.prepare(settings.max_concurrency, log.info)  # before the first request
         model.engine.on_pass = self.metrics.observe_step
@@ -72,6 +81,11 @@ class Service:
         await self.in_worker(self.grammars.prepare)
         if self.memory_saver is not None:
             await self.memory_saver.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are running."""
+        return bool(self.replies)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""
@@ -105,13 +119,18 @@ class Service:
                 raise bad_request(str(error)) from error
 
         made = await self.in_worker(states, size)
+        record = current.get()
         if self.settings.log_prompts:
             for state in made:
-                log.info("prompt of %s: %s", state.spec.owner.name, self.decode(state.spec.prompt))
+                prompt = {"key": state.spec.owner.name, "prompt": self.decode(state.spec.prompt)}
+                request = {} if record is None else {"request_id": record.id}
+                log.info("prompt", extra={FIELDS: {**prompt, **request}})
         self.check_open()
         self.queue.enter(len(made))
         reply = Reply(made, self.settings.request_timeout, self.leave)
         self.replies[reply] = None
+        if record is not None:
+            record.replies.append(reply)
         try:
             for state in made:
                 self._states[state.request] = reply, state
@@ -201,3 +220,5 @@ class Service:
         if self.memory_saver is not None:
             await self.memory_saver.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.tracing.close)

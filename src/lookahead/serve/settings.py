@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lookahead.serve.logs import FORMATS, LEVELS
+
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
 
 
@@ -19,7 +21,8 @@ class ServeSettings:
     is in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent
     before a comment is sent. `share_memory` lets all keys share the prefix cache and the recycled successors.
     `memory_folder` saves these successors across restarts; None saves nothing. `public` allows serving on a reachable
-    address without keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log.
+    address without keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log, whose
+    records are those from `log_level` up, in the format `log_format`.
     """
 
     host: str = "127.0.0.1"
@@ -40,6 +43,8 @@ class ServeSettings:
     memory_seconds: float = 300.0
     memory_keys: int = 50_000
     log_prompts: bool = False
+    log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -51,6 +56,9 @@ class ServeSettings:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)) or (value == 0 and name != "drain_seconds"):
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
+        for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -13,8 +13,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lookahead.serve.errors import ApiError, failed
-from lookahead.serve.limits import DIRECT_SEND
+from lookahead.serve.access import DIRECT_SEND
+from lookahead.serve.errors import ApiError, client_gone, failed
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece
 
@@ -89,7 +89,8 @@ class EventStream(Response):
         except ApiError as error:
             end = events.failed(error)
         except Exception as error:
-            end = events.failed(failed(error))
+            reply.error = failed(error)
+            end = events.failed(reply.error)
         await send(_body(end, more=False))
 
     async def _watch(self, receive: Receive) -> None:
@@ -101,10 +102,6 @@ class EventStream(Response):
 
 def _body(data: bytes, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-def client_gone() -> ApiError:
-    return ApiError(499, "the client has gone")
 
 
 class Template:

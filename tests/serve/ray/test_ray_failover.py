@@ -23,10 +23,10 @@ from lookahead.serve.app import make_app
 from lookahead.serve.ray import channels
 from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.ingress import IngressService
-from lookahead.serve.ray.remote import RemoteModel
 from lookahead.serve.ray.replica import Replica, ReplicaService
-from lookahead.serve.ray.wire import Chunk, DecodeRequest, Facts
+from lookahead.serve.remote import RemoteModel
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.wire import Chunk, DecodeRequest, Facts
 
 
 class LocalReplica(Replica):

@@ -24,8 +24,8 @@ from lookahead.serve.ray.gather import ingress_text, merge_metrics
 from lookahead.serve.ray.local import check_machine, cluster
 from lookahead.serve.ray.reports import Report, ReportStore
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import as_fields
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.wire import as_fields
 
 # Settings and refusals.
 

@@ -20,9 +20,9 @@ from lookahead.config import SamplingParams, StopRules
 from lookahead.serve.ray import replica as module
 from lookahead.serve.ray.replica import Replica
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Chunk, DecodeRequest
 from lookahead.serve.requests import RequestSpec
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.wire import Chunk, DecodeRequest
 
 
 class Alone(Replica):

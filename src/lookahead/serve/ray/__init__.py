@@ -6,12 +6,10 @@
     ingress        HTTP: the same routes, keys and limits as one process, in front of replicas
     client         the engine client of an ingress; it resumes a stream when a replica is lost
     channels       multiplex the chunks of many sequences into one stream
-    remote         the model's interface in an ingress, and its sequences
     conversations  routes the requests of a conversation to one replica
     replica        an engine without HTTP
     ranks          the processes of a replica that is a group of ranks
     reports        the status of all replicas; gather: their merged metrics
-    wire           messages between ingress and replica
 
 A request passes through Ray's HTTP proxy, an ingress and a replica. Every hop carries one chunk per step.
 """

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lookahead.serve.ray.wire import Chunk
+from lookahead.serve.wire import Chunk
 
 log = logging.getLogger("ray.serve")
 

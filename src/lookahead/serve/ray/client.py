@@ -22,8 +22,8 @@ from lookahead.engine.request_stream import RequestStream, StepCallback
 from lookahead.serve.errors import ApiError
 from lookahead.serve.ray.channels import Channels, Inbox
 from lookahead.serve.ray.conversations import Homes
-from lookahead.serve.ray.remote import RemoteSequence
-from lookahead.serve.ray.wire import Chunk, DecodeRequest
+from lookahead.serve.remote import RemoteSequence
+from lookahead.serve.wire import Chunk, DecodeRequest
 
 log = logging.getLogger("ray.serve")
 """Ray's logger, which adds the request id in every process."""

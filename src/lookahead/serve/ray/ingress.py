@@ -15,21 +15,21 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from lookahead.serve.access import App, Receive, Scope, Send
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
-from lookahead.serve.limits import App, Receive, Scope, Send
 from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.conversations import Conversations
 from lookahead.serve.ray.gather import ingress_text, merge_metrics
-from lookahead.serve.ray.remote import RemoteModel, RemoteRequestState
 from lookahead.serve.ray.reports import PERIOD, Report
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Facts
+from lookahead.serve.remote import RemoteModel, RemoteRequestState
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import RequestSpec, RequestState
 from lookahead.serve.serialize import GrammarTexts, check_for_ranks
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.wire import Facts
 
 SESSION_HEADER = b"x-session-id"
 LONGEST_NAME = 256
@@ -45,6 +45,7 @@ class IngressService(Service):
     """
 
     model: RemoteModel
+    tags_responses = False  # Ray's proxy does
 
     def __init__(
         self,

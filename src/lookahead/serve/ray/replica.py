@@ -28,10 +28,10 @@ from lookahead.serve.ray.channels import Numbered, Outbox
 from lookahead.serve.ray.ranks import Ranks
 from lookahead.serve.ray.reports import PERIOD
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Chunk, DecodeRequest, Facts, as_fields
 from lookahead.serve.requests import Piece, RequestSpec, RequestState
 from lookahead.serve.serialize import GrammarText
 from lookahead.serve.service import Service
+from lookahead.serve.wire import Chunk, DecodeRequest, Facts, as_fields
 
 CHUNK_SECONDS = 0.001
 """Seconds of an ingress' time per chunk. With n sequences each sends at most one chunk per n times that, with all steps

@@ -1,4 +1,4 @@
-"""An ingress' proxies for the model, engine and sequences that live in the replicas."""
+"""Proxies for the model, engine and sequences that live in another process: a replica, or the engine behind fronts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lookahead.backends.base import CacheUse, Capabilities
 from lookahead.engine.request import Event, Request
 from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel, logger
-from lookahead.serve.ray.wire import Chunk, Facts
 from lookahead.serve.requests import RequestSpec, RequestState
+from lookahead.serve.wire import Chunk, Facts
 from lookahead.stats import Stats
 
 

@@ -1,4 +1,4 @@
-"""Messages between ingress and replica. All of them can be pickled."""
+"""What crosses between the process that answers HTTP and the one that runs the engine. All of it can be pickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lookahead.stats import Stats
 
 @dataclass
 class Facts:
-    """What an ingress needs to know about the model: its tokenizer and limits, but no weights.
+    """What a process without the model needs to know about it: its tokenizer and limits, but no weights.
 
     `version` identifies the model. Only the model that started a stream may resume it.
     """
@@ -56,7 +56,7 @@ class Facts:
 
 @dataclass
 class DecodeRequest:
-    """A sequence for a replica to generate. `spec.output` is what other replicas have generated already.
+    """A sequence for another process to generate. `spec.output` is what other replicas have generated already.
 
     `owner` is the index of its key. `ingress` names the sender, and `number` the request there: see `channels`.
     """
