@@ -47,6 +47,7 @@ async function race() {
     });
     showStatus("");
     lanes = [new Lane("plain", plain), new Lane("ahead", ahead)];
+    byId("race-lanes").scrollIntoView({ block: "nearest" });
     replay();
   } catch (error) {
     if (error.name === "AbortError") showStatus("Stopped.");
@@ -95,6 +96,7 @@ class Lane {
       this.tokens += step.tokens;
       this.at += 1;
     }
+    this.text.scrollTop = this.text.scrollHeight;
     const total = steps.numbers();
     const done = this.at === steps.list.length;
     this.progress.value = total.tokens ? this.tokens / total.tokens : 1;
@@ -126,12 +128,14 @@ function finish() {
   byId("race-ratio").textContent = `${ratio.toFixed(2)}×`;
   byId("race-ratio").dataset.wins = ratio > 1;
   const index = difference(plain.tokens, ahead.tokens);
-  const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}.`;
+  const longer = ratio < 1 && ahead.steps.list.length < plain.steps.list.length ? ", but each took longer" : "";
+  const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}${longer}.`;
   let same = `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`;
   if (index >= 0) same = `The tokens differ from number ${index + 1} on, as near ties in half precision can make them.`;
   byId("race-same").textContent = same;
   byId("race-same").dataset.equal = index < 0;
   byId("race-result").hidden = false;
+  byId("race-result").scrollIntoView({ block: "nearest" });
   say(`Lookahead took ${ratio.toFixed(2)} times less time. ${same}`);
 }
 
