@@ -137,6 +137,23 @@ def tree_answer(page: Any) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
+def race_answers(page: Any) -> None:
+    """Answer a race's three requests: with four steps of one token, or with two of two, which take twice as long."""
+
+    def answer(route: Any) -> None:
+        plain = "sources" in route.request.post_data_json["lookahead"]
+        blocks = [[1], [2], [3], [4]] if plain else [[1, 2], [3, 4]]
+        pace = 0.1 if plain else 0.2
+        steps = [
+            {"step": n, "text": "ab" * len(tokens), "tokens": tokens, "sources": [], "seconds": n * pace}
+            for n, tokens in enumerate(blocks, start=1)
+        ]
+        chunk = {"choices": [], "lookahead": {"steps": [{**step, "tried": 0, "accepted": 0} for step in steps]}}
+        route.fulfill(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+
+
 def show(page: Any, view: str) -> None:
     """Go to a view, and fill it."""
     page.click(f"nav a[href='#{view}']")
@@ -146,7 +163,7 @@ def show(page: Any, view: str) -> None:
         page.click("#send")
         page.wait_for_selector(".facts:not(:empty)")
     elif view == "race":
-        canned(page, ANSWER)
+        race_answers(page)
         page.click("#race-start")
         page.wait_for_selector("#race-result:not([hidden])")
     elif view == "inside":
@@ -197,6 +214,9 @@ def test_the_results_of_a_race_are_in_view(page: Any) -> None:
     for lane in ("plain", "ahead"):
         assert is_in_view(page, f"#{lane}-numbers"), lane
         assert is_in_view(page, f"#{lane}-progress"), lane
+    assert page.locator("#race-ratio").inner_text() == "1.00×"
+    same = page.locator("#race-same").inner_text()
+    assert same.endswith("Same tokens: all 4 are equal. 4 steps against 2, each 2.0 times as long.")
     assert fits(page)
 
 
@@ -216,6 +236,10 @@ def test_a_tree_that_is_too_wide_says_so_and_scrolls(page: Any) -> None:
     page.focus("#inside-tree")
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector(".scroller.more-right")
+    page.focus(".node.root")
+    for _ in range(DEEP):
+        page.keyboard.press("ArrowRight")
+    assert is_in_view(page, f"[data-node='{DEEP - 1}']")  # the box follows the keyboard
     assert "successors: the model's top tokens" in page.locator("#inside-sources").inner_text()
     assert "its logits are computed" in page.locator(".keys").inner_text()
     assert fits(page)

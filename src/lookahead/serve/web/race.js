@@ -7,6 +7,7 @@ import { fixed, seconds, Steps } from "./steps.js";
 
 const PROMPT = "Write an HTML table with the planets of the solar system and their distance from the sun.";
 const PLAIN = { sources: [] }; // no draft tokens: one token per step
+const LONGER = 1.15; // how much longer a step must have taken to be worth a word
 const SEED = 7; // for temperatures above 0: with the same seed both ways draw the same tokens
 
 let running = null;
@@ -128,8 +129,10 @@ function finish() {
   byId("race-ratio").textContent = `${ratio.toFixed(2)}×`;
   byId("race-ratio").dataset.wins = ratio > 1;
   const index = difference(plain.tokens, ahead.tokens);
-  const longer = ratio < 1 && ahead.steps.list.length < plain.steps.list.length ? ", but each took longer" : "";
-  const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}${longer}.`;
+  const [stepsPlain, stepsAhead] = [plain, ahead].map((run) => run.steps.list.length);
+  const each = stepsPlain / stepsAhead / ratio; // how much longer a step took
+  const longer = each >= LONGER ? `, each ${each.toFixed(1)} times as long` : "";
+  const fewer = `${count(stepsPlain, "step")} against ${stepsAhead}${longer}.`;
   let same = `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`;
   if (index >= 0) same = `The tokens differ from number ${index + 1} on, as near ties in half precision can make them.`;
   byId("race-same").textContent = same;
