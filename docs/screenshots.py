@@ -43,6 +43,12 @@ ANIMATION = "page-chat.gif"
 FILM = {"width": 860, "height": 540}
 FILM_TOKENS = 170
 FRAME_SECONDS = 0.25
+LOOK_MS = 2500  # a little more than the page waits between two looks at the status
+REQUEST = """async () => {
+  const messages = [{ role: "user", content: "List the planets of the solar system." }];
+  const options = { method: "POST", headers: { "Content-Type": "application/json" } };
+  await (await fetch("v1/chat/completions", { ...options, body: JSON.stringify({ messages, max_tokens: 60 }) })).text();
+}"""
 LAST_FRAME_SECONDS = 3.0
 
 
@@ -87,6 +93,9 @@ def show(page: Page, view: str) -> None:
         page.wait_for_selector("#inside-tree .axis")
     elif view == "status":
         page.wait_for_selector(".card")
+        for _ in range(3):  # so that the charts have something to show
+            page.evaluate(REQUEST)
+            page.wait_for_timeout(LOOK_MS)
 
 
 def picture(data: bytes) -> Image.Image:

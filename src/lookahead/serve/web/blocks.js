@@ -1,6 +1,7 @@
 // Text in tinted blocks, one block per step, and a tooltip for the step under the pointer.
 
 import { byId, el, say } from "./dom.js";
+import { sourceLines } from "./sources.js";
 import { describeStep, tint } from "./steps.js";
 
 const known = new WeakMap(); // a container -> its Steps
@@ -21,6 +22,7 @@ export function paint(parent, source, steps, from, to, fresh = Infinity) {
     const classes = ["block", tint(step.tokens)];
     if (step.number >= fresh) classes.push("fresh");
     if (position > step.start) classes.push("goes-on");
+    if (end < step.end) classes.push("cut");
     parent.append(el("span", { class: classes.join(" "), "data-step": step.number }, source.slice(position, end)));
     position = end;
   }
@@ -59,7 +61,7 @@ function point(container, number, block, aloud = false) {
   if (!step) return;
   unmark(container);
   for (const part of container.querySelectorAll(`[data-step="${number}"]`)) part.classList.add("pointed");
-  showTip(describeStep(step), block.getBoundingClientRect());
+  showTip([...describeStep(step), ...sourceLines(step.sources)], block.getBoundingClientRect());
   if (aloud) {
     block.scrollIntoView({ block: "nearest" });
     say(`${describeStep(step).join(". ")}: ${block.textContent}`);

@@ -2,6 +2,7 @@
 
 import { streamChat } from "./api.js";
 import { byId, count, el, say } from "./dom.js";
+import { downloadJson, downloadMarkdown } from "./export.js";
 import { MessageView } from "./message.js";
 import * as store from "./store.js";
 import { Steps } from "./steps.js";
@@ -43,6 +44,8 @@ export function startChat() {
   byId("new-chat").addEventListener("click", () => open(store.newConversation()));
   byId("show-shelf").addEventListener("click", () => showShelf(!byId("shelf").classList.contains("open")));
   byId("hide-shelf").addEventListener("click", () => showShelf(false));
+  byId("export-markdown").addEventListener("click", () => downloadMarkdown(exported()));
+  byId("export-json").addEventListener("click", () => downloadJson(exported()));
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") stop();
   });
@@ -62,7 +65,7 @@ function open(conversation) {
   showShelf(false);
   showMessages();
   listConversations();
-  byId("prompt").focus({ preventScroll: true });
+  if (matchMedia("(pointer: fine)").matches) byId("prompt").focus({ preventScroll: true }); // else a keyboard would rise
 }
 
 function showMessages() {
@@ -71,7 +74,9 @@ function showMessages() {
   byId("welcome").hidden = views.length > 0;
   markLast();
   showPulse(views.findLast((view) => view.steps.list.length)?.steps ?? new Steps());
-  scrollToEnd();
+  if (views.length) scrollToEnd();
+  else byId("scroll").scrollTop = 0; // the welcome is read from its top
+  byId("export").hidden = !views.length;
 }
 
 function viewOf(message) {
@@ -150,6 +155,7 @@ function append(message) {
   views.push(view);
   byId("messages").append(view.element);
   byId("welcome").hidden = true;
+  byId("export").hidden = false;
   markLast();
   scrollToEnd();
   return view;
@@ -208,6 +214,12 @@ function sampling() {
   const { temperature, top_p, seed, max_tokens } = settings;
   const given = { temperature, top_p, max_tokens };
   return seed === null ? given : { ...given, seed };
+}
+
+/** The conversation as it is now, with what an export tells of it. */
+function exported() {
+  const messages = views.map((view) => ({ ...view.message, steps: view.steps.compact() }));
+  return { title: current.title, messages, model: byId("model").textContent, settings };
 }
 
 function stop() {

@@ -4,6 +4,8 @@ import { streamChat } from "./api.js";
 import { explain, paint } from "./blocks.js";
 import { byId, count, say } from "./dom.js";
 import { drawMask } from "./mask.js";
+import { watchScroll } from "./scroll.js";
+import { listSources, sourceSentence } from "./sources.js";
 import { describeStep, Steps } from "./steps.js";
 import { drawTree, nodesOf, seenBy, spelled } from "./tree.js";
 
@@ -33,6 +35,8 @@ export function startInside() {
     if (block) choose(Number(block.dataset.step));
   });
   byId("inside-mask-box").addEventListener("toggle", showMask);
+  listSources(byId("inside-sources"));
+  for (const id of ["inside-tree", "inside-mask"]) watchScroll(byId(id));
 }
 
 async function decode() {
@@ -120,10 +124,11 @@ function point(node) {
 }
 
 function described(node) {
+  const proposes = sourceSentence(node.source).replace(/\.$/, "");
   const kinds = {
     root: "the last accepted token",
     window: `in row ${node.row + 1} of the window`,
-    guess: `a draft token from ${node.source}`,
+    guess: `a draft token from ${node.source}${proposes ? ` (${proposes})` : ""}`,
   };
   const above = seenBy(shown.nodes, node).slice(0, -1).map((one) => `“${spelled(one.token)}”`);
   const sees = above.length ? `${above.join(", ")} and itself` : "itself";

@@ -7,6 +7,7 @@ import { startInside } from "./inside.js";
 import { currentKey, forgetKey } from "./key.js";
 import { startRace } from "./race.js";
 import { startStatus } from "./status.js";
+import { startPulse } from "./strip.js";
 
 const VIEWS = ["chat", "race", "inside", "status"];
 const status = startStatus();
@@ -36,6 +37,7 @@ async function nameModel() {
 addEventListener("hashchange", show);
 byId("forget-key").hidden = !currentKey();
 byId("forget-key").addEventListener("click", forgetKey);
+startPulse();
 startChat();
 startRace();
 startInside();

@@ -5,7 +5,8 @@
 // piece came from, and can tint it by the step that gave it. A line is a range [from, to) of the source, too; what
 // stands in a quote or a list has lines that begin further to the right.
 
-import { copyButton, el } from "./dom.js";
+import { drawCode, fillCode } from "./code.js";
+import { el } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+/;
@@ -23,7 +24,10 @@ const MARKS = [
 ];
 const DEEPEST = 12; // levels of lists and quotes
 
-/** The blocks of a text: [{from, to, render(emit)}]. A block that more text cannot change keeps its range. */
+/**
+ * The blocks of a text: [{from, to, render(emit)}]. A block that more text cannot change keeps its range. A block of
+ * code also has `begin(emit)`, which draws it, and `grow(drawn, emit)`, which brings what was drawn up to this text.
+ */
 export function blocksOf(source) {
   const lines = [];
   for (let from = 0; from <= source.length; ) {
@@ -53,7 +57,12 @@ function parse(source, lines, depth) {
       let end = at + 1;
       while (end < lines.length && !closes(text(lines[end]), fence[1])) end += 1;
       const inner = lines.slice(at + 1, end);
-      add(Math.min(end + 1, lines.length), (emit) => code(source, inner, fence[2], emit));
+      const language = fence[2];
+      add(Math.min(end + 1, lines.length), (emit) => drawCode(source, inner, language, emit).element);
+      const top = blocks[blocks.length - 1];
+      top.code = language; // at the top level a block of code can grow where it stands
+      top.begin = (emit) => drawCode(source, inner, language, emit);
+      top.grow = (drawn, emit) => fillCode(drawn, source, inner, emit);
     } else if (heading) {
       const [from, to] = lines[at];
       const level = Math.min(heading[1].length + 2, 6); // the page has h1 and h2 of its own
@@ -147,14 +156,6 @@ function children(parent, blocks, emit, tight = false) {
     else parent.append(made);
   }
   return parent;
-}
-
-function code(source, lines, language, emit) {
-  const inner = el("code", language ? { "data-language": language } : {});
-  for (const [from, to] of lines) emit(inner, from, Math.min(to + 1, source.length));
-  const text = () => lines.map((line) => source.slice(...line)).join("\n");
-  const bar = el("div", { class: "code-bar" }, language, copyButton(text));
-  return el("div", { class: "code" }, bar, el("pre", {}, inner));
 }
 
 function table(source, lines, emit) {

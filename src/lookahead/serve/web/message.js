@@ -3,7 +3,7 @@
 import { explain, paint } from "./blocks.js";
 import { copyButton, count, el } from "./dom.js";
 import { blocksOf } from "./markdown.js";
-import { fixed, seconds, Steps } from "./steps.js";
+import { fixed, S_MEANS, seconds, Steps } from "./steps.js";
 
 const NAMES = { user: "You", assistant: "Model" };
 
@@ -17,7 +17,8 @@ export class MessageView {
     this.foot = el("div", { class: "foot" });
     const name = el("h2", { class: "who" }, NAMES[message.role]);
     this.element = el("li", { class: `message ${message.role}` }, name, this.body, this.foot);
-    this.shown = []; // the blocks that stand in the body: {from, to, element}
+    this.shown = []; // the blocks that stand in the body: {from, to, code, drawn, element}
+    this.drawn = ""; // the text that stands in the body
     this.fresh = this.steps.list.length + 1; // steps from this one on have not been shown
     this.render();
   }
@@ -58,14 +59,26 @@ export class MessageView {
     const emit = (parent, from, to) => paint(parent, text, this.steps, from, to, this.fresh);
     const blocks = blocksOf(text);
     let same = 0;
-    while (same < this.shown.length && same < blocks.length && isSame(this.shown[same], blocks[same])) same += 1;
+    const longer = text.startsWith(this.drawn);
+    this.drawn = text;
+    while (longer && same < this.shown.length && same < blocks.length && isSame(this.shown[same], blocks[same])) same += 1;
     if (same === this.shown.length && same) same -= 1; // the last one may have got other text in the same place
+    if (longer) same = this.grow(blocks, same, emit);
     for (const old of this.shown.splice(same)) old.element.remove();
     for (const block of blocks.slice(same)) {
-      const element = block.render(emit);
-      this.body.append(element);
-      this.shown.push({ from: block.from, to: block.to, element });
+      const drawn = block.begin?.(emit) ?? { element: block.render(emit) };
+      this.body.append(drawn.element);
+      this.shown.push({ from: block.from, to: block.to, code: block.code, drawn, element: drawn.element });
     }
+  }
+
+  /** Let a block of code that has become longer grow where it stands. Returns how many blocks are drawn. */
+  grow(blocks, same, emit) {
+    const [old, block] = [this.shown[same], blocks[same]];
+    if (!old || !block?.grow || old.from !== block.from || old.code !== block.code) return same;
+    block.grow(old.drawn, emit);
+    old.to = block.to;
+    return same + 1;
   }
 
   renderFoot() {
@@ -78,7 +91,7 @@ export class MessageView {
     }
     if (state !== "streaming") {
       if (state === "stopped") parts.push(el("span", { class: "small" }, "Stopped."));
-      if (role === "assistant") parts.push(el("span", { class: "small facts" }, this.facts()));
+      if (role === "assistant") parts.push(el("span", { class: "small facts", title: S_MEANS }, this.facts()));
       if (text) parts.push(copyButton(() => this.message.text));
       if (role === "user") parts.push(this.button("Edit", () => this.edit()));
       else if (this.last && state !== "failed") {

@@ -7,6 +7,7 @@ import { fixed, seconds, Steps } from "./steps.js";
 
 const PROMPT = "Write an HTML table with the planets of the solar system and their distance from the sun.";
 const PLAIN = { sources: [] }; // no draft tokens: one token per step
+const LONGER = 1.15; // how much longer a step must have taken to be worth a word
 const SEED = 7; // for temperatures above 0: with the same seed both ways draw the same tokens
 
 let running = null;
@@ -47,6 +48,7 @@ async function race() {
     });
     showStatus("");
     lanes = [new Lane("plain", plain), new Lane("ahead", ahead)];
+    byId("race-lanes").scrollIntoView({ block: "nearest" });
     replay();
   } catch (error) {
     if (error.name === "AbortError") showStatus("Stopped.");
@@ -95,6 +97,7 @@ class Lane {
       this.tokens += step.tokens;
       this.at += 1;
     }
+    this.text.scrollTop = this.text.scrollHeight;
     const total = steps.numbers();
     const done = this.at === steps.list.length;
     this.progress.value = total.tokens ? this.tokens / total.tokens : 1;
@@ -126,12 +129,16 @@ function finish() {
   byId("race-ratio").textContent = `${ratio.toFixed(2)}×`;
   byId("race-ratio").dataset.wins = ratio > 1;
   const index = difference(plain.tokens, ahead.tokens);
-  const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}.`;
+  const [stepsPlain, stepsAhead] = [plain, ahead].map((run) => run.steps.list.length);
+  const each = stepsPlain / stepsAhead / ratio; // how much longer a step took
+  const longer = each >= LONGER ? `, each ${each.toFixed(1)} times as long` : "";
+  const fewer = `${count(stepsPlain, "step")} against ${stepsAhead}${longer}.`;
   let same = `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`;
   if (index >= 0) same = `The tokens differ from number ${index + 1} on, as near ties in half precision can make them.`;
   byId("race-same").textContent = same;
   byId("race-same").dataset.equal = index < 0;
   byId("race-result").hidden = false;
+  byId("race-result").scrollIntoView({ block: "nearest" });
   say(`Lookahead took ${ratio.toFixed(2)} times less time. ${same}`);
 }
 

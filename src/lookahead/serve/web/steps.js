@@ -2,6 +2,9 @@
 
 import { count } from "./dom.js";
 
+/** What S is, in a sentence. */
+export const S_MEANS = "S is generated tokens divided by steps. Plain decoding has S = 1: one token in each pass.";
+
 /** The steps of one answer. Step i gave the text from `start` to `end`. */
 export class Steps {
   constructor(kept = []) {
@@ -56,6 +59,8 @@ export class Steps {
       compression: steps ? tokens / steps : 0,
       speed: seconds ? tokens / seconds : 0,
       first: steps ? this.list[0].seconds : 0,
+      tried: this.list.reduce((sum, step) => sum + step.tried, 0),
+      accepted: this.list.reduce((sum, step) => sum + step.accepted, 0),
     };
   }
 
@@ -100,5 +105,6 @@ export function fixed(number, digits = 1) {
 
 export function seconds(value) {
   if (!value) return "–";
+  if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`;
 }

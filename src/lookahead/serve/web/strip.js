@@ -35,12 +35,30 @@ export function drawStrip(container, steps) {
   container.replaceChildren(picture);
 }
 
-/** Shows an answer's strip and its numbers in the chat's side panel. */
+/** Shows an answer's strip and its numbers in the chat's side panel. Before the first step it is marked as empty. */
 export function showPulse(steps) {
+  const numbers = steps.numbers();
+  byId("pulse").classList.toggle("empty", !numbers.steps);
   drawStrip(byId("strip"), steps);
-  const { compression, speed, first, tokens, steps: number } = steps.numbers();
-  byId("pulse-s").textContent = fixed(compression, 2);
-  byId("pulse-speed").textContent = fixed(speed, 1);
-  byId("pulse-first").textContent = seconds(first);
-  byId("pulse-steps").textContent = number ? `${tokens} / ${number}` : "–";
+  byId("pulse-s").textContent = fixed(numbers.compression, 2);
+  byId("pulse-speed").textContent = fixed(numbers.speed, 1);
+  byId("pulse-first").textContent = seconds(numbers.first);
+  byId("pulse-steps").textContent = numbers.steps ? `${numbers.tokens} / ${numbers.steps}` : "–";
+  byId("pulse-why").textContent = numbers.steps ? why(numbers) : "";
+}
+
+/** Why S is what it is, by the draft tokens that were tried. */
+function why({ steps, tried, accepted }) {
+  if (!tried) return "This answer's steps tried no draft tokens.";
+  const each = (number) => (number / steps).toFixed(1);
+  return `Each step tried ${each(tried)} draft tokens on average, and ${each(accepted)} were right.`;
+}
+
+/** On a narrow screen the words about the numbers are folded away behind a button. */
+export function startPulse() {
+  const button = byId("pulse-help");
+  button.addEventListener("click", () => {
+    const open = byId("pulse").classList.toggle("explained");
+    button.setAttribute("aria-expanded", open);
+  });
 }
