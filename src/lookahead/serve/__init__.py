@@ -3,8 +3,10 @@
 One process: one thread steps the engine, and asyncio handles HTTP. The modules, from the outside in:
 
     app          routes and middleware, built from a model and settings
-    life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
+    life         signals, draining, the ready line; sockets: binding the address; connection, closing: limits of one
+             connection, and how it ends
     chat, completions, responses, tokens    one file per endpoint
+    openapi      the statuses in `/openapi.json`
     protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
     stream       responses as server-sent events
     steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)

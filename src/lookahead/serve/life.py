@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -147,7 +148,7 @@ def make_server(
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
-        "http": Connection,
+        "http": partial(Connection, settings=settings, refused=app.state.service.metrics.refused),
         "ws": "none",
         "timeout_graceful_shutdown": 2,
     }

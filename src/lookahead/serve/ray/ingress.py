@@ -46,6 +46,7 @@ class IngressService(Service):
 
     model: RemoteModel
     tags_responses = False  # Ray's proxy does
+    more_statuses = (502,)
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class IngressService(Service):
         self.conversations = Conversations()
         self.client = cast(RemoteClient, model.client)
         self.client.owner_of = self.keys.owners.index
+        self.client.retry_after = lambda: self.queue.wait(1)
         self.live = 1  # the one that sent the model's facts
 
     def make_state(self, spec: RequestSpec, index: int) -> RequestState:
