@@ -266,8 +266,8 @@ def test_a_grammar_goes_on_as_long_as_it_can(json_server: Running, field: dict[s
     assert reply["choices"] == chat(json_server, **body, **field, lookahead=False)["choices"]
 
 
-def box(style: str = "hermes", single: bool = False) -> Toolbox:
-    return Toolbox((Tool.model_validate(ADD),), style, True, single=single)
+def box(style: str = "hermes", single: bool = False, must: bool = False) -> Toolbox:
+    return Toolbox((Tool.model_validate(ADD),), style, True, must=must, single=single)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22}}\n</tool_call>'
@@ -299,6 +299,47 @@ def test_calls_are_read_from_pieces_of_any_size(style: str, text: str, said: str
     assert "".join(part for part, _ in parts) == said
     found = [call for _, some in parts for call in some]
     assert [(call.name, json.loads(call.arguments)) for call in found] == [("add", {"a": 1, "b": 22})] * calls
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("style", "must", "text", "said"),
+    [
+        ("hermes", True, '<tool_call>\n{"name": "add", "argu', ""),
+        ("hermes", True, "<tool_c", ""),
+        ("hermes", False, 'Let me add.<tool_call>\n{"name": "a', "Let me add."),
+        ("hermes", False, "Let me add.<tool_call>\n", "Let me add."),
+        ("hermes", False, "The tag <tool_call> begins", "The tag <tool_call> begins"),
+        ("hermes", False, "1 < 2 <to", "1 < 2 <to"),
+        ("llama", True, '{"na', ""),
+        ("llama", False, '{"name": "add", "parame', ""),
+        ("llama", False, '<|python_tag|>{"na', ""),
+        ("llama", False, '{"answer": "4', '{"answer": "4'),
+    ],
+)
+def test_half_a_call_is_no_text(style: str, must: bool, text: str, said: str, size: int) -> None:
+    reader = box(style, must=must).reader()
+    parts = [reader.push(text[start : start + size]) for start in range(0, len(text), size)]
+    parts.append(reader.finish(cut=True))
+    assert "".join(part for part, _ in parts) == said
+    assert not reader.calls
+
+
+def test_a_forced_call_that_is_cut_leaves_no_text(json_server: Running) -> None:
+    body = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = chat(json_server, **body, max_tokens=120)["usage"]["completion_tokens"]
+    for most in (1, 5, whole // 2, whole - 3):
+        (found,) = chat(json_server, **body, max_tokens=most)["choices"]
+        assert found["finish_reason"] == "length"
+        assert not found["message"]["content"]
+        assert "tool_calls" not in found["message"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed(json_server, **body, max_tokens=most)]
+        assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
+    flat = [{"type": "function", **ADD["function"]}]
+    given = {"input": "x", "tools": flat, "tool_choice": "required", "max_output_tokens": whole // 2}
+    found = json_server.post("/v1/responses", **given).json()
+    assert found["status"] == "incomplete"
+    assert not any(part["text"] for item in found["output"] for part in item.get("content", ()))
 
 
 def test_arguments_that_are_nested_too_deeply_are_refused(json_server: Running) -> None:

@@ -17,10 +17,10 @@ from http_server import Running, soon
 
 from lookahead.serve.connection import MOST_HEADERS
 
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "the", "max_tokens": 2, "temperature": 0}'
-FLOOD = 16 << 20
+FLOOD = 64 << 20
 """Bytes after which a server that still reads counts as one that reads on for ever."""
 
 
@@ -73,7 +73,7 @@ def test_headers_up_to_the_limit(server: Running) -> None:
     [
         GET + b"X-A: " + b"y" * MOST_HEADERS + b"\r\n\r\n",
         GET + b"X-A: yyyy\r\n" * (MOST_HEADERS // 7 + 1) + b"\r\n",
-        b"GET /" + b"y" * MOST_HEADERS + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"y" * MOST_HEADERS + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         GET + b"X-A: " + b"y" * (MOST_HEADERS + 1000),  # it has no end
     ],
     ids=["one", "many", "line", "endless"],
@@ -90,11 +90,11 @@ def test_more_headers_than_that(server: Running, request_bytes: bytes) -> None:
 @pytest.mark.parametrize(
     ("first", "part"),
     [
-        (GET + b"X-A: ", b"y" * 1000),
-        (GET, b"X-A: yyyy\r\n" * 100),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"X-A: yyyy\r\n" * 100),  # behind the body
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-A: ", b"y" * 1000),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n1;a=", b"y" * 1000),
+        (GET + b"X-A: ", b"y" * 4000),
+        (GET, b"X-A: yyyy\r\n" * 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"X-A: yyyy\r\n" * 400),  # behind the body
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-A: ", b"y" * 4000),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1;a=", b"y" * 4000),
     ],
     ids=["a header", "headers", "trailers", "a trailer", "a chunk"],
 )
@@ -199,7 +199,7 @@ def test_a_request_that_offers_another_protocol_is_answered_in_this_one(server: 
 
 def test_a_tunnel_is_refused(server: Running) -> None:
     for place in (b"x:80", b"http://x/health", b"/health"):
-        assert status(talk(server, [b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % place])[1]) == 400
+        assert status(talk(server, [b"CONNECT %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % place])[1]) == 400
 
 
 def test_trailers_are_no_headers(server: Running) -> None:
@@ -210,7 +210,7 @@ def test_trailers_are_no_headers(server: Running) -> None:
 
 def test_space_behind_a_header_is_no_part_of_it(server: Running) -> None:
     tag = server.client.get("/").headers["etag"].encode()
-    head = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nIf-None-Match: "
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nIf-None-Match: "
     assert status(talk(server, [head + tag + b" \t\r\n\r\n"])[1]) == 304
 
 

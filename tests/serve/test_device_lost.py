@@ -29,6 +29,7 @@ from lookahead.serve.tokens import health
 
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' ...\n"
 LINE = "is lost (CUDA error: an illegal memory access was encountered); no call of this process can use it"
+REQUEST = " lookahead.serve INFO: request "
 READY = ("serving ", "see it in ", "try: ")
 """How the lines of a server that is ready begin."""
 LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "lookahead": False}
@@ -154,7 +155,9 @@ def test_the_command_ends_with_one_line_and_a_code_of_its_own(
 
     assert run_serve_command(doomed, tmp_path, ask, monkeypatch) == DEVICE_LOST == 70
     assert LINE in json.loads(found[-2][6:])["error"]["message"]
-    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(READY)]
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(READY)]
+    said = [line for line in lines if REQUEST not in line]
+    assert sum(" status=503 " in line for line in lines) == 1
     assert len(said) == 1, said
     assert said[0].startswith("error: the device cpu is lost (CUDA error: an illegal memory access")
     assert list((tmp_path / "memory").glob("*/shared.npz"))
@@ -203,7 +206,7 @@ def test_the_process_of_the_command_ends(model: Any, tokenizer: Any, tmp_path: P
             rest = [line for line in lines if line.startswith("data: ")]
         assert LINE in json.loads(rest[-2][6:])["error"]["message"]
         assert process.wait(30) == DEVICE_LOST == 70
-        said = [line for line in process.stderr if not line.startswith(READY)]
+        said = [line for line in process.stderr if not line.startswith(READY) and REQUEST not in line]
     finally:
         process.kill()
         process.wait(10)

@@ -39,9 +39,9 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
         ({"logit_bias": {"no": 1}}, "logit_bias", "'no' is not a token id"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "'99999' is not a token id"),
         ({"logit_bias": {"5": 1000}}, "logit_bias", "between -100 and 100"),
-        ({"top_logprobs": 3}, None, "top_logprobs needs logprobs=true"),
-        ({"store": True}, None, "store=True is not supported"),
-        ({"stream_options": {"include_usage": True}}, None, "belongs to stream=true"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs=true"),
+        ({"store": True}, "store", "store=True is not supported"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "belongs to stream=true"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'system', 'developer'"),
         (
@@ -49,6 +49,21 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
             "messages[0].content[0].type",
             "image_url",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0] is of type 'image_url', and this model reads no images; send text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
+            "messages[0].content[0].type",
+            "this model reads no audio; send text",
+        ),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "mean the same"),
+        ({"lookahead": {"steps": True}}, "lookahead.steps", "belong to stream=true"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs to type"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0].content", "valid string (got an object)"),
+        ({"stop": 5}, "stop", "valid string (got 5)"),
         ({"min_tokens": 50, "max_tokens": 5}, "min_tokens", "more than the 5 tokens"),
         ({"lookahead": {"window": 5000}}, "lookahead.window", "less than or equal to 256"),
     ],
@@ -57,6 +72,30 @@ def test_a_wrong_field_is_named(server: Running, body: Any, param: str | None, s
     error = error_of(server.post(CHAT, **{"messages": SAID, **body}), 400)
     assert says in error["message"]
     assert error["param"] == param
+    assert "got dict" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("/v1/responses", {"input": [{"role": "user"}]}, "input[0].content", "of type 'message' needs 'content'"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}]},
+            "input[0].content[0].type",
+            "this model reads no images; send text",
+        ),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens=0 is for echo"),
+        ("/tokenize", {"prompt": "x", "messages": SAID}, None, "give either prompt or messages"),
+    ],
+)
+def test_a_wrong_field_of_another_body_is_named(
+    server: Running, path: str, body: Any, param: str | None, says: str
+) -> None:
+    error = error_of(server.post(path, **body), 400)
+    assert says in error["message"]
+    assert error["param"] == param
+    assert "(got" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +141,7 @@ def test_a_body_beyond_the_limit(server: Running) -> None:
         for _ in range(100):
             yield b"x" * (1 << 20)
 
-    with suppress(httpx.TransportError):  # the server hangs up while the client still sends
+    with suppress(httpx.TransportError):  # the server hangs up at last, while the client still sends
         answer = server.client.post(CHAT, content=endless(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
     assert server.client.get("/health").status_code == 200

@@ -40,11 +40,16 @@ def guarded(make_paged: Callable[[], Any]) -> Iterator[Running]:
 def test_everything_but_health_needs_a_key(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     assert guarded.client.get("/health").status_code == 200
+    assert guarded.client.head("/health").status_code == 200
+    assert guarded.client.head("/ready").status_code == 401
     for path in ("/v1/models", "/ready", "/metrics", "/openapi.json", "/nothing"):
         for headers in ({}, bearer("wrong-secret"), {"Authorization": KEYS[0]}, {"Authorization": "Bearer"}):
             answer = guarded.client.get(path, headers=headers)
             assert answer.status_code == 401, path
             assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"].startswith('Bearer realm="lookahead"')
+            wrong = headers.get("Authorization", "").endswith("wrong-secret")
+            assert ('error="invalid_token"' in answer.headers["www-authenticate"]) == wrong
         expected = 404 if path == "/nothing" else 200
         assert guarded.client.get(path, headers=bearer(WATCHER.split()[0])).status_code == expected
     answer = guarded.client.post("/v1/completions", content=b"x" * 1000)

@@ -147,7 +147,7 @@ def test_a_client_that_stops_reading_keeps_no_place_beyond_the_time(loaded: Any)
                 one.setsockopt(socket.SOL_SOCKET, size, 4096)
             line.connect((host, int(port)))
             content = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
             line.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
             assert soon(lambda: any(one.flow.write_paused for one in server.server.server_state.connections), 5)
             assert server.service.queue.taken == 8

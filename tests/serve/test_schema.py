@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis
 import pytest
 import schemathesis
-from http_server import Running
+from http_server import Running, running
 
 EXAMPLES = 6
 
@@ -68,6 +68,25 @@ def shorten(body: dict[str, Any]) -> None:
             body.pop("max_completion_tokens", None)
     if isinstance(body.get("n"), int) and body["n"] > 2:
         body["n"] = 2
+
+
+def test_the_schema_has_the_statuses_that_occur(server: Running) -> None:
+    def statuses(found: Any, path: str, method: str = "post") -> set[int]:
+        return {int(status) for status in found["paths"][path][method]["responses"]}
+
+    found = server.client.get("/openapi.json").json()
+    assert "HTTPValidationError" not in found["components"]["schemas"]
+    body = {200, 400, 403, 404, 408, 413, 415, 431, 500}
+    assert statuses(found, "/tokenize") == body
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        assert statuses(found, path) == body | {429, 503, 504}
+        assert "text/event-stream" in found["paths"][path]["post"]["responses"]["200"]["content"]
+    assert statuses(found, "/health", "get") == {200, 403, 408, 431, 500, 503}
+    with running(server.model, keys=("first-secret",)) as guarded:
+        guarded.client.headers["Authorization"] = "Bearer first-secret"
+        found = guarded.client.get("/openapi.json").json()
+    assert statuses(found, "/tokenize") == body - {403} | {401}
+    assert statuses(found, "/health", "get") == {200, 408, 431, 500, 503}
 
 
 def test_every_operation_is_tried(server: Running) -> None:

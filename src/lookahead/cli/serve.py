@@ -53,6 +53,12 @@ def serve(
     max_queue: Annotated[int, typer.Option("--max-queue", help="The most sequences that wait; then 429.")] = 256,
     max_body: Annotated[int, typer.Option("--max-body", help="The most bytes of a request's body.")] = 4 << 20,
     request_timeout: Annotated[float, typer.Option("--request-timeout", help="The most seconds of a request.")] = 600.0,
+    header_timeout: Annotated[
+        float, typer.Option("--header-timeout", help="The most seconds in which headers arrive; then 408.")
+    ] = 20.0,
+    body_timeout: Annotated[
+        float, typer.Option("--body-timeout", help="The most seconds in which a body arrives; then 408.")
+    ] = 60.0,
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="How long running requests may finish after SIGTERM.")
     ] = 30.0,
@@ -124,6 +130,8 @@ def serve(
         max_queue=max_queue,
         max_body=max_body,
         request_timeout=request_timeout,
+        header_timeout=header_timeout,
+        body_timeout=body_timeout,
         drain_seconds=drain_seconds,
         vllm_metrics=vllm_metrics,
         memory_folder=cache_dir() / "memory" if memory else None,

@@ -5,8 +5,10 @@ modules, from the outside in:
 
     fronts       HTTP in processes of its own; ray: several engines
     app          routes and middleware, built from a model and settings
-    life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
+    life         signals, draining, the ready line; sockets: binding the address; connection, closing: limits of one
+             connection, and how it ends
     chat, completions, responses, tokens    one file per endpoint
+    openapi      the statuses in `/openapi.json`
     protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
     stream       responses as server-sent events
     steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)

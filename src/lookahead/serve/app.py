@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from lookahead.generate import LookaheadModel
-from lookahead.serve import chat, completions, errors, pages, responses, tokens
+from lookahead.serve import chat, completions, errors, openapi, pages, responses, tokens
 from lookahead.serve.access import RequestLog
 from lookahead.serve.limits import Gate
 from lookahead.serve.service import Service
@@ -38,7 +38,14 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     for module in (chat, completions, responses, tokens, pages):  # FastAPI matches routes in this order
         app.include_router(module.router)
     errors.install(app, service.metrics.refused)
-    app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
+    openapi.install(app, service)
+    app.add_middleware(
+        Gate,
+        keys=service.keys,
+        max_body=settings.max_body,
+        refused=service.metrics.refused,
+        hosts=settings.allowed_hosts,
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

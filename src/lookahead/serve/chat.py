@@ -126,7 +126,7 @@ class Format(Choices):
         choices, format_logprobs = [], self.service.token_formatter.chat_logprobs
         for state, parts, reader in zip(self.reply.states, pieces, self.readers, strict=True):
             said, _ = reader.push("".join(part.text for part in parts))
-            rest, _ = reader.finish()
+            rest, _ = reader.finish(parts[-1].finish_reason == "length")
             text = said + rest
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if reader.calls:
@@ -165,7 +165,7 @@ class Format(Choices):
         before = len(reader.calls)
         said, calls = reader.push(piece.text)
         if piece.finish_reason is not None:
-            rest, more = reader.finish()
+            rest, more = reader.finish(piece.finish_reason == "length")
             said, calls = said + rest, calls + more
         found = []
         if said or (self.body.logprobs and piece.tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -87,18 +88,43 @@ def explain(problem: Mapping[str, Any]) -> ApiError:
         return bad_request(f"unknown field {where!r}: this server does not support it; leave it out", where, "unknown")
     if kind == "missing":
         return bad_request(f"{where or 'the body'} is missing", where or None, "missing")
+    if is_medium(problem):
+        item, medium = where.removesuffix(".type"), MEDIA[str(given)]
+        return bad_request(
+            f"{item} is of type {given!r}, and this model reads no {medium}; send text", where, "no_media"
+        )
     message = str(problem["msg"]).removeprefix("Value error, ")
-    shown = f"{given!r:.60}" if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
+    if kind == "value_error" and isinstance(given, Mapping):  # of an object's fields together
+        about = field_in(message, given)
+        name = ".".join(part for part in (where, about) if part)
+        begins = not where and about is not None and message.startswith(about)
+        return bad_request(message if begins else f"{where or 'the body'}: {message}", name or None)
+    shown = KIND_NAMES.get(type(given).__name__, f"{given!r:.60}")
     return bad_request(f"{where or 'the body'}: {message[:1].lower() + message[1:]} (got {shown})", where or None)
+
+
+def is_medium(problem: Mapping[str, Any]) -> bool:
+    """Whether a problem is that a part of a message is an image, audio or a file."""
+    given, location = problem.get("input"), problem["loc"]
+    return problem["type"] == "literal_error" and location[-1:] == ("type",) and str(given) in MEDIA
+
+
+def field_in(message: str, given: Mapping[str, Any]) -> str | None:
+    """The field that a validator's message is about. It begins with its name, or ends with the one that is needed."""
+    first = re.match(r"\w+(?:\.\w+)*", message)
+    if first is not None and first[0].partition(".")[0] in given:
+        return first[0]
+    needed = re.search(r"needs '(\w+)'$", message)
+    return None if needed is None else needed[1]
 
 
 def most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The problem to report. If several types of a union were tried, the best match is the deepest, and its problem is
     not the type."""
 
-    def rank(problem: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    def rank(problem: Mapping[str, Any]) -> tuple[bool, bool, bool, int]:
         kind = problem["type"]
-        return kind != "extra_forbidden", kind.endswith("_type"), -len(problem["loc"])
+        return not is_medium(problem), kind != "extra_forbidden", kind.endswith("_type"), -len(problem["loc"])
 
     return min(problems, key=rank)
 
@@ -114,6 +140,13 @@ def field_name(location: Sequence[Any]) -> str:
     return name
 
 
+MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image"), "images"),
+    **dict.fromkeys(("input_audio", "audio"), "audio"),
+    **dict.fromkeys(("file", "input_file", "document"), "files"),
+}
+"""What a part of a message holds, by its type in OpenAI's and similar interfaces."""
+KIND_NAMES = {"dict": "an object", "list": "a list"}
 UNION_PARTS = {"str", "int", "float", "bool", "none", "constrained-str", "json_or_python"}
 """Names of union members that pydantic adds to an error's location."""
 

@@ -22,6 +22,7 @@ from lookahead.serve.errors import ApiError
 
 VARIABLE = "LOOKAHEAD_API_KEYS"
 RIGHTS = frozenset({"metrics", "trace"})
+CHALLENGE = 'Bearer realm="lookahead"'
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -111,14 +112,24 @@ class KeyRing:
             return self.owners[0]
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise ApiError(401, "no API key; send the header 'Authorization: Bearer YOUR_KEY'", code="no_api_key")
+            raise ApiError(
+                401,
+                "no API key; send the header 'Authorization: Bearer YOUR_KEY'",
+                code="no_api_key",
+                headers={"WWW-Authenticate": CHALLENGE},
+            )
         given = _hash(key.strip())
         found = None
         for owner, known in zip(self.owners, self._hashes, strict=True):
             if hmac.compare_digest(given, known):
                 found = owner
         if found is None:
-            raise ApiError(401, "this API key is not known here", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "this API key is not known here",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": f'{CHALLENGE}, error="invalid_token"'},
+            )
         return found
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -164,7 +165,7 @@ def make_server(
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
-        "http": Connection,
+        "http": partial(Connection, settings=settings, refused=app.state.service.metrics.refused),
         "ws": "none",
         "timeout_graceful_shutdown": 2,
     }

@@ -86,7 +86,7 @@ class Format:
 
     def end(self, reason: str | None) -> tuple[str, list[Call]]:
         """The model's text has ended."""
-        said, calls = self.reader.finish()
+        said, calls = self.reader.finish(reason == "length")
         self.said += said
         self.status = "incomplete" if reason == "length" else "completed"
         self.why = {"reason": "max_output_tokens"} if reason == "length" else None

@@ -43,10 +43,12 @@ SMALL = 4096
 class Service:
     """The model, its engine, and the replies in progress.
 
-    With `tags_responses` every response has its request's id in `X-Request-Id`.
+    With `tags_responses` every response has its request's id in `X-Request-Id`. `more_statuses` are those of
+    errors on the way to this kind of service.
     """
 
     tags_responses = True
+    more_statuses: tuple[int, ...] = (408, 431)
 
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
         self.model, self.settings = model, settings

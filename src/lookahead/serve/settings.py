@@ -18,11 +18,12 @@ class ServeSettings:
     """Settings of `lookahead serve`.
 
     At most `max_concurrency` sequences run at once, and `max_queue` more may wait; then clients get a 429. `max_body`
-    is in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent
-    before a comment is sent. `share_memory` lets all keys share the prefix cache and the recycled successors.
-    `memory_folder` saves these successors across restarts; None saves nothing. `public` allows serving on a reachable
-    address without keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log, whose
-    records are those from `log_level` up, in the format `log_format`.
+    is in bytes. A request's headers must arrive within `header_timeout` seconds, and its body within `body_timeout`.
+    `request_timeout` and `drain_seconds` are seconds, too. `keep_alive` is how long a stream may be silent before a
+    comment is sent. `share_memory` lets all keys share the prefix cache and the recycled successors. `memory_folder`
+    saves these successors across restarts; None saves nothing. `public` allows serving on a reachable address without
+    keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log, whose records are those
+    from `log_level` up, in the format `log_format`.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +37,8 @@ class ServeSettings:
     max_queue: int = 256
     max_body: int = 4 << 20
     request_timeout: float = 600.0
+    header_timeout: float = 20.0
+    body_timeout: float = 60.0
     drain_seconds: float = 30.0
     keep_alive: float = 15.0
     vllm_metrics: bool = False
@@ -52,7 +55,14 @@ class ServeSettings:
         for name, least in (("max_concurrency", 1), ("max_queue", 0), ("max_body", 1024), ("memory_keys", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        for name in ("request_timeout", "drain_seconds", "keep_alive", "memory_seconds"):
+        for name in (
+            "request_timeout",
+            "header_timeout",
+            "body_timeout",
+            "drain_seconds",
+            "keep_alive",
+            "memory_seconds",
+        ):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)) or (value == 0 and name != "drain_seconds"):
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
@@ -69,6 +79,17 @@ class ServeSettings:
                 f"host={self.host!r} is reachable from other machines, and there is no API key; give "
                 "--api-key-file, or --allow-public to accept all clients"
             )
+
+    @property
+    def allowed_hosts(self) -> frozenset[str] | None:
+        """The names in a `Host` header that are answered; None for any.
+
+        A web page can have its own name resolve to this machine, and then a browser lets it read what a server on
+        loopback answers. Keys protect from that, as does this check.
+        """
+        if self.keys or self.public or not is_loopback(self.host):
+            return None
+        return frozenset(("localhost", "127.0.0.1", "::1", self.host.lower()))
 
 
 def is_loopback(host: str) -> bool:

@@ -64,20 +64,23 @@ class EventStream(Response):
 
     def __init__(self, reply: Reply, events: Events, keep_alive: float) -> None:
         self.reply, self.events, self.keep_alive = reply, events, keep_alive
+        self._open = False  # the response has begun and not ended
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.reply:
-            watch = asyncio.ensure_future(self._watch(receive))
+            direct = scope.get(DIRECT_SEND, send)
+            watch = asyncio.ensure_future(self._watch(receive, direct))
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._send_all(scope.get(DIRECT_SEND, send))
+                await self._send_all(direct)
             finally:
                 watch.cancel()
 
     async def _send_all(self, send: Send) -> None:
         reply, events = self.reply, self.events
+        self._open = True
         try:
             if begin := events.first():
                 await send(_body(begin))
@@ -91,12 +94,15 @@ class EventStream(Response):
         except Exception as error:
             reply.error = failed(error)
             end = events.failed(reply.error)
+        self._open = False
         await send(_body(end, more=False))
 
-    async def _watch(self, receive: Receive) -> None:
-        """Fail the reply when its client disconnects."""
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Fail the reply when its client disconnects. An empty message says that the client has closed its side: only a
+        write shows whether it has left."""
         while (await receive())["type"] != "http.disconnect":
-            pass
+            if self._open:
+                await send(_body(COMMENT))
         self.reply.fail(client_gone())
 
 

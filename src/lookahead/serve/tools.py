@@ -23,6 +23,11 @@ from lookahead.serve.surrogates import is_text
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+BEGUN = {
+    "hermes": re.compile(rf"\s*{BEGIN}\s*(\{{|$)"),
+    "llama": re.compile(rf'\s*({re.escape(PYTHON_TAG)}|\{{\s*"name")'),
+}
+"""How a call begins."""
 TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -207,15 +212,16 @@ class CallReader:
             return self._release(len(self._held)), []
         return self._push_llama() if self.box.style == "llama" else self._push_hermes()
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """The text has ended: what was held back is either a call or text."""
+    def finish(self, cut: bool = False) -> tuple[str, list[Call]]:
+        """The text has ended: what was held back is either a call or text. Half a call is neither, and dropped: `cut`
+        says that the text has ended early."""
         calls = []
         if self.box.tools and self._held.strip():
             body = self._held.strip().removeprefix(PYTHON_TAG) if self.box.style == "llama" else ""
             if self.box.style == "hermes" and self._held.lstrip().startswith(BEGIN):
                 body = self._held.strip().removeprefix(BEGIN)  # cut off before its end tag
             calls = self._parse(body)
-        if calls:
+        if calls or self.box.must or (cut and self.box.tools and BEGUN[self.box.style].match(self._held)):
             self._held = ""
         return self._release(len(self._held)), self._keep(calls)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -80,6 +81,32 @@ def test_the_interface_is_the_same(client: httpx.Client, one_process: Running) -
     ):
         ours, theirs = client.post(path, json=body), one_process.client.post(path, json=body)
         assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+
+
+def test_requests_have_ids_and_lines(client: httpx.Client) -> None:
+    """Ray's proxy sends the id back, once. The ingress writes the line."""
+    mine = f"test-{uuid.uuid4().hex}"
+    body = {"prompt": "true", "max_tokens": 9, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": mine}) as answer:
+        assert answer.headers.get_list("x-request-id") == [mine]
+        for _ in answer.iter_lines():
+            pass
+
+    def lines() -> list[str]:
+        logs = (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray").glob("session_2*/logs/worker-*.err")
+        return [line for path in logs for line in read_lines(path) if mine in line]
+
+    assert soon(lambda: any("INFO: request method=POST" in line for line in lines()), 20), lines()
+    (line,) = [line for line in lines() if "INFO: request method=POST" in line]
+    assert " status=200 " in line
+    assert " output_tokens=9 " in line
+    assert " key=everybody " in line
+    assert client.head("/health").status_code == 200
+    assert client.get("/health", headers={"Host": "evil.example"}).status_code == 403
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def test_a_conversation_stays_on_its_replica(client: httpx.Client) -> None:

@@ -45,7 +45,8 @@ class ReplicaLostError(Exception):
 class RemoteClient:
     """The part of `engine.client.EngineClient`'s interface that the server uses. All calls come from the event loop.
 
-    `owner_of` gives the index of a sequence's key. `counts` counts lost replicas and dropped sequences.
+    `owner_of` gives the index of a sequence's key, and `retry_after` the seconds until there may be room. `counts`
+    counts lost replicas and dropped sequences.
     """
 
     failure: BaseException | None = None
@@ -54,6 +55,7 @@ class RemoteClient:
         self._replicas, self._version = replicas, version
         self._tasks: dict[RequestStream, asyncio.Task[None]] = {}
         self.owner_of: Callable[[Any], int] = lambda owner: 0
+        self.retry_after: Callable[[], int] = lambda: 1
         self.counts: Counter[str] = Counter()
         self._homes = Homes()
         self._channels = Channels(replicas)
@@ -104,7 +106,7 @@ class RemoteClient:
                     raise too_many_losses(lost) from lost
             except BackPressureError as full:
                 if not sequence.output and not losses:
-                    raise queue_full() from full
+                    raise queue_full(self.retry_after()) from full
                 await asyncio.sleep(PAUSE)  # it was admitted before, so it may wait
 
     async def _chunks(self, sequence: RemoteSequence, by_channel: bool) -> AsyncGenerator[Chunk, None]:
@@ -167,8 +169,8 @@ def too_many_losses(lost: ReplicaLostError) -> ApiError:
     return ApiError(502, message, code="replicas_lost")
 
 
-def queue_full() -> ApiError:
-    headers = {"Retry-After": "1"}
+def queue_full(seconds: int) -> ApiError:
+    headers = {"Retry-After": str(seconds)}
     return ApiError(
         429, "all replicas are busy, and their queue is full; try again", code="queue_full", headers=headers
     )

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from lookahead.serve.access import App, Receive, Scope, Send
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
+from lookahead.serve.logs import logging_to_stderr
 from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.conversations import Conversations
 from lookahead.serve.ray.gather import ingress_text, merge_metrics
@@ -46,6 +47,7 @@ class IngressService(Service):
 
     model: RemoteModel
     tags_responses = False  # Ray's proxy does
+    more_statuses = (502,)
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class IngressService(Service):
         self.conversations = Conversations()
         self.client = cast(RemoteClient, model.client)
         self.client.owner_of = self.keys.owners.index
+        self.client.retry_after = lambda: self.queue.wait(1)
         self.live = 1  # the one that sent the model's facts
 
     def make_state(self, spec: RequestSpec, index: int) -> RequestState:
@@ -154,6 +157,8 @@ class Ingress:
         facts: Facts = await replicas.facts.remote()
         model = RemoteModel(facts, RemoteClient(replicas, facts.version))
         own = replace(settings.serve, memory_folder=None)
+        self._log = logging_to_stderr(own.log_level, own.log_format)  # which Ray keeps in its folder of logs
+        self._log.__enter__()
         process = serve.get_replica_context().replica_id.unique_id
         kind = partial(IngressService, reports=reports, process=process, ranks=settings.ranks)
         self.app_ = make_app(model, own, kind)
