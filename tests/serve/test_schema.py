@@ -23,6 +23,7 @@ OPERATIONS = (
     "GET /health",
     "GET /ready",
     "GET /metrics",
+    "GET /version",
 )
 LENGTHS = {"messages": "max_tokens", "prompt": "max_tokens", "input": "max_output_tokens"}
 

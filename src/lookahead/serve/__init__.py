@@ -5,7 +5,8 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     app          routes and middleware, built from a model and settings
     life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
     chat, completions, responses, tokens    one file per endpoint
-    protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
+    protocol, chat_protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
+    prompts      chats as token ids, through the chat template
     stream       responses as server-sent events
     steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)
     scoring      log-probabilities of prompts

@@ -9,17 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from lookahead.serve.chat_protocol import ChatBody, ResponseFormat
 from lookahead.serve.choices import Choices, new_id, now, usage_of
-from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, json_grammar
 from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
+from lookahead.serve.prompts import encode_chat
+from lookahead.serve.protocol import text_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, step_fields, trees_of
 from lookahead.serve.stream import EventStream, Template, collect_outputs, event
-from lookahead.serve.tools import Call, CallReader, Toolbox, template_messages, toolbox
+from lookahead.serve.tools import Call, CallReader, Toolbox, toolbox
 
 router = APIRouter()
 
@@ -69,15 +70,11 @@ def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
 def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
     """One request for each of the `n` choices."""
     model = service.model
-    messages = template_messages(body.messages, box, service.template)
-    try:
-        prompt = model.encode(messages, tools=box.described() if box.tools and box.knows else None)
-    except ValueError as error:
-        raise bad_request(f"messages: {error}", "messages") from error
+    prompt = encode_chat(model, service.template, body, box)
     config = config_of(body.lookahead, model)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
-    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least)
+    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least, body.stop_token_ids or ())
     if grammar is not None:  # the mask suppresses EOS for as long as the grammar can continue
         rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
     predicted: list[int] = []

@@ -54,7 +54,8 @@ def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[Request
     trees = trees_of(body, len(prompts) * (body.n or 1))
     for ids in prompts:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
+        least, stop_ids = body.min_tokens or 0, body.stop_token_ids or ()
+        rules = rules_of(ids, most, model, config, bool(body.ignore_eos), least, stop_ids)
         samplings = sampling_of(body, model, body.logprobs)
         specs += [
             RequestSpec(

@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from lookahead.serve.chat import open_chat
+from lookahead.serve.chat_protocol import ChatBody
 from lookahead.serve.choices import new_id, now, usage_of
 from lookahead.serve.errors import ApiError, explain, most_telling
-from lookahead.serve.protocol import ChatBody
+from lookahead.serve.protocol import text_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece
 from lookahead.serve.responses_protocol import InputItem, ResponsesBody
@@ -46,7 +47,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The same request as a chat."""
     given = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = [message for item in given for message in item.as_messages()]
+    messages = as_messages(given)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     fields: dict[str, Any] = {
@@ -58,10 +59,27 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "response_format": None if body.text is None else body.text.as_chat(),
     }
     fields |= body.model_dump(include={"temperature", "top_p", "top_k", "min_p", "seed", "lookahead"})
+    fields["reasoning_effort"] = None if body.reasoning is None else body.reasoning.effort
     try:
         return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise explain(most_telling(error.errors())) from error
+
+
+def as_messages(items: list[InputItem]) -> list[dict[str, Any]]:
+    """The items as chat messages. Reasoning belongs to the message or call that follows it."""
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    for item in items:
+        if item.type == "reasoning":
+            reasoning = text_of(item.content)
+            continue
+        message = item.as_message()
+        if reasoning and message["role"] == "assistant":
+            message["reasoning_content"] = reasoning
+        reasoning = ""
+        messages.append(message)
+    return messages
 
 
 class Format:
