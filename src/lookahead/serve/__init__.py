@@ -14,7 +14,7 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     parameters   a body's fields become sampling parameters, stop rules and a config
     service      submits requests to the engine and routes its events back to asyncio
     requests, reply    the requests in flight; serialize: a request as plain data for other processes
-    grammar, vocabulary, tools    structured output
+    structured, grammar, vocabulary, tools    structured output
     keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
     nesting, surrogates    bodies that a parser, template or tokenizer would choke on
 """

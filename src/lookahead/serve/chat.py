@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,9 @@ from fastapi.responses import JSONResponse, Response
 
 from lookahead.serve.chat_protocol import ChatBody, ResponseFormat
 from lookahead.serve.choices import Choices, new_id, now, usage_of
-from lookahead.serve.grammar import ANY_OBJECT, json_grammar
-from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
+from lookahead.serve.errors import bad_request
+from lookahead.serve.grammar import ANY_OBJECT
+from lookahead.serve.parameters import config_of, rules_of_body, sampling_of, stops_of
 from lookahead.serve.prompts import encode_chat
 from lookahead.serve.protocol import text_of
 from lookahead.serve.reply import Reply
@@ -20,6 +20,7 @@ from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, step_fields, trees_of
 from lookahead.serve.stream import EventStream, Template, collect_outputs, event
+from lookahead.serve.structured import Constraint, compile_grammar, constraint_of
 from lookahead.serve.tools import Call, CallReader, Toolbox, toolbox
 
 router = APIRouter()
@@ -41,23 +42,26 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
     """Prepare a chat request and submit it to the engine.
 
-    Grammars are compiled in a worker thread, as are the schemas of long bodies: one of 2 MB takes a second.
+    The schemas of long bodies are read in a worker thread: one of 2 MB takes a second.
     """
     owner = request.state.owner
     check_trace(body, owner)
     size = len(await request.body())
     grammar = await service.in_worker(lambda: grammar_of(body, box), size)
-    if grammar is not None:
-        await service.in_worker(lambda: service.grammars.mask(grammar))
+    await compile_grammar(grammar, service)
     return await service.open(lambda: specs_of(body, box, grammar, service, owner), size)
 
 
 def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
     """The grammar that constrains the reply, or None."""
-    schema = None if body.response_format is None else schema_of(body.response_format)
-    if box.tools:
-        return box.grammar(schema)
-    return None if schema is None else json_grammar(schema)
+    wanted = constraint_of(body)
+    if body.response_format is not None and (schema := schema_of(body.response_format)) is not None:
+        wanted = Constraint(schema=schema)
+    if not box.tools:
+        return wanted.grammar()
+    if wanted.text is not None:
+        raise bad_request("a regex, a choice or a grammar does not go with tools; set tool_choice to 'none'", "tools")
+    return box.grammar(wanted.schema)
 
 
 def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
@@ -73,10 +77,7 @@ def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service
     prompt = encode_chat(model, service.template, body, box)
     config = config_of(body.lookahead, model)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
-    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least, body.stop_token_ids or ())
-    if grammar is not None:  # the mask suppresses EOS for as long as the grammar can continue
-        rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
+    rules, least = rules_of_body(body, prompt, most, model, config, grammar)
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])

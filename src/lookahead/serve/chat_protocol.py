@@ -159,6 +159,9 @@ class ChatBody(TemplateFields, Generation):
             raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
+        shaped = self.response_format is not None and self.response_format.type != "text"
+        if shaped and (given := self.constraints()):
+            raise ValueError(f"a reply can follow response_format or {', '.join(given)}; leave out one of them")
         return self
 
 

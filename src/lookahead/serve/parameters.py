@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.text import StopStrings
@@ -83,6 +84,24 @@ def biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
 
 def stops_of(body: Generation) -> StopStrings:
     return StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or ())
+
+
+def rules_of_body(
+    body: Generation,
+    prompt: list[int],
+    most: int | None,
+    model: LookaheadModel,
+    config: LookaheadConfig,
+    grammar: str | None,
+) -> tuple[StopRules, int]:
+    """The stop rules of a body, and how many tokens a reply that follows a grammar has at least: its mask keeps the end
+    away for as long as the grammar can continue."""
+    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
+    stop_ids = body.stop_token_ids or ()
+    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least, stop_ids)
+    if grammar is None:
+        return rules, least
+    return replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
 
 
 def rules_of(

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 MOST_STOPS = 16
 MOST_STOP_IDS = 1024
+MOST_OPTIONS = 1024
 MOST_BIASES = 1024
 MOST_CHOICES = 64
 MOST_BUDGET = 1024
@@ -122,8 +123,25 @@ class TextPart(Body):
 Content = str | list[TextPart]
 
 
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints on a reply, of which one may be given. What JSON may contain besides the schema and how it is
+    spaced is fixed, so that the last two are ignored."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
 class Generation(Ignored):
-    """Fields that completions and chats share."""
+    """Fields that completions and chats share. The `guided` ones are vLLM's older names for `structured_outputs`."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -149,6 +167,12 @@ class Generation(Ignored):
     include_stop_str_in_output: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
 
     @field_validator("stop")
     @classmethod
@@ -163,7 +187,20 @@ class Generation(Ignored):
             raise ValueError("stream_options belongs to stream=true; leave it out")
         if self.streams_steps and not self.stream:
             raise ValueError("lookahead.steps and lookahead.trace belong to stream=true; leave them out")
+        if len(given := self.constraints()) > 1:
+            raise ValueError(f"a reply can follow one of {' and '.join(sorted(given))}; leave out the others")
         return self
+
+    def constraints(self) -> dict[str, Any]:
+        """The constraints on the reply by their kind: json, json_object, regex, choice or grammar."""
+        whole = self.structured_outputs or StructuredOutputs()
+        given = {"json_object": whole.json_object or None}
+        for kind in ("json", "regex", "choice", "grammar"):
+            own, older = getattr(whole, "json_" if kind == "json" else kind), getattr(self, f"guided_{kind}")
+            if own is not None and older is not None:
+                raise ValueError(f"structured_outputs.{kind} and guided_{kind} mean the same; give one of them")
+            given[kind] = older if own is None else own
+        return {kind: value for kind, value in given.items() if value is not None}
 
     @property
     def streams_steps(self) -> bool:
