@@ -60,6 +60,12 @@ def serve(
         bool, typer.Option("--vllm-metrics", help="Also export metrics under vLLM's names.")
     ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    reasoning_tags: Annotated[
+        str,
+        typer.Option(
+            "--reasoning-tags", help="Tags around a model's reasoning, as in '<think> </think>'; auto or none."
+        ),
+    ] = "auto",
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines on this machine, each with the model, behind one address.")
     ] = None,
@@ -110,6 +116,7 @@ def serve(
         vllm_metrics=vllm_metrics,
         memory_folder=cache_dir() / "memory" if memory else None,
         log_prompts=log_prompts,
+        reasoning_tags=reasoning_tags,
     )
     if replicas is not None:
         where = {"model": model, "dtype": dtype, "device": device, "backend": backend}

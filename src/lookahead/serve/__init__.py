@@ -15,6 +15,7 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     service      submits requests to the engine and routes its events back to asyncio
     requests, reply    the requests in flight; serialize: a request as plain data for other processes
     structured, grammar, vocabulary, tools    structured output
+    reasoning, answers    the parts of a model's text: reasoning, message and calls
     keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
     nesting, surrogates    bodies that a parser, template or tokenizer would choke on
 """

@@ -129,11 +129,17 @@ class TemplateFields(Body):
 
 
 class ChatBody(TemplateFields, Generation):
-    """The body of `/v1/chat/completions`. `verbosity` is ignored."""
+    """The body of `/v1/chat/completions`. `verbosity` is ignored.
+
+    Without `include_reasoning` the reasoning is left out of the reply. Without `separate_reasoning`, SGLang's name, it
+    stays in the content as the model wrote it.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1)]
     reasoning_effort: Effort | None = None
     verbosity: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_LIMIT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -63,6 +63,16 @@ class Grammars:
             self._unreadable = " ".join(str(error).split())[:400] or type(error).__name__
             log.warning("requests for structured output are refused: %s", self._refused())
 
+    def special_token(self, tag: str) -> int | None:
+        """The id of a tag that is one token, shown in texts, which llguidance takes for a special one: no text of a
+        grammar matches it, so a grammar must name it by its id."""
+        self.prepare()
+        tokenizer = self._model.tokenizer
+        ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
+        if self._tokenizer is None or len(ids) != 1 or not self._tokenizer.is_special_token(ids[0]):
+            return None
+        return ids[0] if tag in tokenizer.decode(ids, skip_special_tokens=True) else None
+
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
         """A new mask for one sequence of at least `least` tokens. Raises a 400 if the grammar cannot be compiled."""
         renew, size = partial(self._renewed, grammar), self._model.backend.vocab_size

@@ -20,6 +20,7 @@ class ServeSettings:
     before a comment is sent. `share_memory` lets all keys share the prefix cache and the recycled successors.
     `memory_folder` saves these successors across restarts; None saves nothing. `public` allows serving on a reachable
     address without keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log.
+    `reasoning_tags` are the tags around a model's reasoning, such as "<think> </think>", `auto` or `none`.
     """
 
     host: str = "127.0.0.1"
@@ -40,6 +41,7 @@ class ServeSettings:
     memory_seconds: float = 300.0
     memory_keys: int = 50_000
     log_prompts: bool = False
+    reasoning_tags: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -51,6 +53,11 @@ class ServeSettings:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)) or (value == 0 and name != "drain_seconds"):
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
+        tags = self.reasoning_tags.split()
+        if self.reasoning_tags not in ("auto", "none") and len(set(tags)) != 2:
+            raise ValueError(
+                f"reasoning_tags={self.reasoning_tags!r} must be auto, none, or two tags such as '<think> </think>'"
+            )
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -65,6 +65,8 @@ def regex_grammar(regex: str) -> str:
 
 def lark_grammar(text: str) -> str:
     """A client's grammar in llguidance's Lark, or in GBNF (llama.cpp, XGrammar), which is converted."""
+    if text.lstrip().startswith("{"):  # llguidance would read it as several grammars of its own
+        raise refusal("it is JSON; write it in Lark, with a rule 'start'", kind="grammar")
     if "::=" not in text:
         return text
     try:

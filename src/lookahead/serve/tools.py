@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +56,11 @@ class Toolbox:
         """The tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
-    def grammar(self, answer: dict[str, Any] | None = None) -> str | None:
-        """The grammar of the reply, or None if any text is allowed. `answer` is the schema of a reply without calls.
+    def grammar(
+        self, answer: dict[str, Any] | None = None, special: Callable[[str], int | None] = lambda tag: None
+    ) -> str | None:
+        """The grammar of the reply, or None if any text is allowed. `answer` is the schema of a reply without calls,
+        and `special` the id of a tag that must be named by it (see `Grammars.special_token`).
 
         A `strict` tool enforces its schema once a call has started. If the reply must be a call, or an answer with a
         schema, all tools do.
@@ -78,13 +81,15 @@ class Toolbox:
                 )
             start = "start: answer | calls"
             rules.append(f"answer: {embedded_json(answer)}")
+        begin, end = (json.dumps(tag) if (id := special(tag)) is None else f"<[{id}]>" for tag in (BEGIN, END))
         if self.style == "llama":
             rules.append("calls: body")
         elif bound:
-            rules += [f"calls: call{'' if self.single else ' (SEPARATOR call)*'}", f'call: "{BEGIN}" body "{END}"']
+            rules += [f"calls: call{'' if self.single else ' (SEPARATOR call)*'}", f"call: {begin} body {end}"]
             rules.append(r'SEPARATOR: "\n"')
         else:
-            rules += ["calls: tagged* TEXT", f'tag[lazy]: TEXT "{BEGIN}"', f'tagged: tag body "{END}"', TEXT]
+            tag = f"tag: TEXT {begin}" if special(BEGIN) is not None else f"tag[lazy]: TEXT {begin}"
+            rules += ["calls: tagged* TEXT", tag, f"tagged: tag body {end}", TEXT]
         return "\n".join(["%llguidance {}", start, *rules])
 
     def _call(self, tool: Tool) -> str:
