@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from lookahead.generate import LookaheadModel
-from lookahead.serve import chat, completions, errors, pages, responses, tokens
+from lookahead.serve import chat, completions, errors, messages, pages, responses, tokens
 from lookahead.serve.limits import Gate
+from lookahead.serve.messages_errors import MessagesErrors
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -34,10 +35,11 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     )
     app.state.service = service
     pages.web_files()  # read now, so that a missing file fails at startup
-    for module in (chat, completions, responses, tokens, pages):  # FastAPI matches routes in this order
+    for module in (chat, completions, responses, messages, tokens, pages):  # FastAPI matches routes in this order
         app.include_router(module.router)
     errors.install(app, service.metrics.refused)
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
+    app.add_middleware(MessagesErrors)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
