@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.cli.common import Host
+from lookahead.cli.config_file import read_config
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import DTYPES, check_device
 from lookahead.config import BACKENDS
@@ -22,6 +23,10 @@ RAY = ("ray",)
 
 def serve(
     ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="A YAML file of these options.", is_eager=True, callback=read_config),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Embedded model, short name, hub id, folder or .gguf.", metavar="NAME")
     ] = None,

@@ -5,8 +5,8 @@ One process: one thread steps the engine, and asyncio handles HTTP. The modules,
     app          routes and middleware, built from a model and settings
     life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
     chat, completions, responses, messages, tokens    one file per endpoint
-    protocol, chat_protocol, responses_protocol, messages_protocol    request bodies; messages_errors: Anthropic's errors
-    choices, logprobs    parts of the responses
+    protocol, chat_protocol, responses_protocol, messages_protocol    request bodies
+    choices, logprobs    parts of the responses; messages_errors: errors in Anthropic's format
     prompts      chats as token ids, through the chat template
     stream       responses as server-sent events
     steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)
