@@ -65,6 +65,26 @@ def test_tools_there_and_back(client: Any, json_server: Running) -> None:
     assert client.messages.create(**asked(json_server, messages=history, max_tokens=4), tools=[ADD]).content
 
 
+def test_the_tool_runner(client: Any, json_server: Running) -> None:
+    """It would rather store the conversation on the server, and does without."""
+
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Adds.
+
+        Args:
+            a: A number.
+        """
+        results.append(a)
+        return "3"
+
+    results: list[int] = []
+    with saying(json_server, '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'):
+        runner = client.beta.messages.tool_runner(**asked(json_server), tools=[add], max_iterations=2)
+        assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    assert results[:1] == [2]
+
+
 def test_stops_and_errors(client: Any, json_server: Running) -> None:
     with saying(json_server, "one two"):
         made = client.messages.create(**asked(json_server), stop_sequences=["two"])

@@ -240,6 +240,7 @@ def test_thinking_is_a_block_of_its_own(thinker: Running, monkeypatch: pytest.Mo
         ({"messages": MESSAGES}, "max_tokens is missing"),
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
         ({"max_tokens": 1, "frobnicate": 1}, "unknown field 'frobnicate'"),
+        ({"max_tokens": 1, "thread": {"type": "create"}}, "nothing is stored; send all messages"),
         ({"max_tokens": 1, "messages": []}, "at least 1 item"),
         ({"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         (
@@ -266,7 +267,7 @@ def test_a_mistake_is_told_in_anthropics_format(json_server: Running, body: dict
     found = answer.json()
     assert found.keys() == {"type", "error"}
     assert found["type"] == "error"
-    assert found["error"].keys() == {"type", "message"}
+    assert found["error"].keys() <= {"type", "message", "details"}
     assert found["error"]["type"] == "invalid_request_error"
     assert says in found["error"]["message"]
 
@@ -275,6 +276,7 @@ def test_other_errors_have_anthropics_types(json_server: Running) -> None:
     kinds = {
         404: json_server.post("/v1/messages", model="claude", messages=MESSAGES, max_tokens=1),
         413: json_server.post("/v1/messages", messages=[{"role": "user", "content": "x" * (5 << 20)}]),
+        400: json_server.post("/v1/messages", messages=MESSAGES, max_tokens=1, thread={"type": "create"}),
         405: json_server.client.get("/v1/messages"),
         415: json_server.client.post("/v1/messages/count_tokens", content=b"x"),
     }
@@ -283,6 +285,7 @@ def test_other_errors_have_anthropics_types(json_server: Running) -> None:
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == names.get(status, "invalid_request_error")
         assert int(answer.headers["content-length"]) == len(answer.content)
+    assert kinds[400].json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
     assert "param" in json_server.client.get("/v1/messagesx").json()["error"]  # OpenAI's
 
 

@@ -24,6 +24,8 @@ from lookahead.serve.stream import EventStream, collect_outputs, event
 from lookahead.serve.tools import Call, toolbox
 
 router = APIRouter()
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code, at which the tool runner of its client sends whole conversations instead."""
 
 
 @router.post("/v1/messages")
@@ -31,6 +33,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     service.check_model(body.model)
+    if body.thread is not None:
+        raise bad_request("thread: nothing is stored; send all messages", "thread", NO_THREADS)
     chat = as_chat(body)
     reply, (reader,) = await open_chat(chat, toolbox(chat, service.template), service, request)
     format = Format(service, reply, reader)
@@ -143,7 +147,7 @@ class Format:
         return space + self._close() + ending + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return event(messages_error(error.status, error.message), "error")
+        return event(messages_error(error.status, error.message, error.code), "error")
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         """Begin a block, unless one of this type is open."""

@@ -19,10 +19,11 @@ KINDS = {
 }
 
 
-def messages_error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error."""
+def messages_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """The body of an error. Anthropic has a place for codes such as ours."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {} if code is None else {"details": {"error_code": code}}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 class MessagesErrors:
@@ -55,7 +56,8 @@ class MessagesErrors:
 
 async def send_error(start: Any, body: bytes, send: Send) -> None:
     """Send an error object in Anthropic's format, under the headers of the original."""
-    changed = json.dumps(messages_error(start["status"], json.loads(body)["error"]["message"])).encode()
+    error = json.loads(body)["error"]
+    changed = json.dumps(messages_error(start["status"], error["message"], error["code"])).encode()
     headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(changed)).encode())]})
     await send({"type": "http.response.body", "body": changed})

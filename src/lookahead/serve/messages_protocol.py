@@ -216,6 +216,7 @@ class MessagesBody(CountBody):
     lookahead: bool | LookaheadOptions | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    thread: dict[str, Any] | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
