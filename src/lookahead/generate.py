@@ -224,11 +224,18 @@ class LookaheadModel:
             self.client.release(lambda: engine.cancel(request.id))
 
     def encode(
-        self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`. `tools` are the
-        functions that the template describes to the model."""
-        return encode_prompt(self.tokenizer, self.name, self.backend.vocab_size, prompt, raw, tools)
+        functions that the template describes to the model, and `template_variables` its other variables, such as
+        `enable_thinking`. With `continue_final_message` among them the last message is left open, to be continued."""
+        variables = template_variables
+        return encode_prompt(self.tokenizer, self.name, self.backend.vocab_size, prompt, raw, tools, variables)
 
     def verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
         """The verifier for the logits processors of the model's generation config, or None if there are none.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from http_server import Running, running
 
+from lookahead.serve.chat_protocol import Tool
 from lookahead.serve.grammar import closed
-from lookahead.serve.protocol import Tool
 from lookahead.serve.tools import Toolbox, style_of
 
 PERSON = {

@@ -131,13 +131,48 @@ def test_responses(client: openai.OpenAI, json_server: Running) -> None:
         assert any(one.type == "response.function_call_arguments.done" for one in stream)
 
 
+def test_fields_without_effect(client: openai.OpenAI, json_server: Running) -> None:
+    asked: Any = {"model": json_server.service.name, "temperature": 0}
+    said: Any = {**asked, "messages": SAID, "max_tokens": 8}
+    plain = client.chat.completions.create(**said)
+    more = client.chat.completions.create(
+        **said,
+        reasoning_effort="low",
+        verbosity="low",
+        prompt_cache_key="key",
+        prompt_cache_retention="24h",
+        safety_identifier="someone",
+        service_tier="flex",
+        store=True,
+        user="someone",
+        metadata={"a": "b"},
+    )
+    assert more.choices == plain.choices
+    question: Any = {**asked, "input": "hello", "max_output_tokens": 8}
+    answer = client.responses.create(
+        **question,
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        max_tool_calls=3,
+        store=True,
+        prompt_cache_key="key",
+        safety_identifier="someone",
+    )
+    assert answer.output_text == client.responses.create(**question).output_text
+    with pytest.raises(openai.BadRequestError, match="nothing is stored; send the earlier items in input"):
+        client.responses.create(**question, previous_response_id=answer.id)
+
+
 def test_errors_have_openai_types(client: openai.OpenAI, json_server: Running) -> None:
     with pytest.raises(openai.NotFoundError, match=json_server.service.name):
         client.chat.completions.create(model="gpt-9", messages=SAID)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=json_server.service.name, messages=SAID, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-        client.chat.completions.create(model=json_server.service.name, messages=SAID, reasoning_effort="high")
+    with pytest.raises(
+        openai.BadRequestError, match="web_search_options is not supported: this server searches nothing"
+    ):
+        client.chat.completions.create(model=json_server.service.name, messages=SAID, web_search_options={})
 
 
 def test_curl(json_server: Running) -> None:

@@ -183,7 +183,7 @@ def test_a_long_schema_is_not_read_on_the_event_loop(json_server: Running, monke
         found.append(threading.current_thread().name)
         return compile_(self, text, full)
 
-    monkeypatch.setattr("lookahead.serve.chat.json_grammar", lambda schema: noted(schema))
+    monkeypatch.setattr("lookahead.serve.structured.json_grammar", lambda schema: noted(schema))
     monkeypatch.setattr(Grammars, "_compile", compiled)
     service: Service = json_server.service
     monkeypatch.setattr(service, "grammars", Grammars(service.model))

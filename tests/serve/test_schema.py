@@ -16,6 +16,8 @@ OPERATIONS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "POST /tokenize",
     "POST /detokenize",
     "GET /v1/models",
@@ -23,6 +25,7 @@ OPERATIONS = (
     "GET /health",
     "GET /ready",
     "GET /metrics",
+    "GET /version",
 )
 LENGTHS = {"messages": "max_tokens", "prompt": "max_tokens", "input": "max_output_tokens"}
 
@@ -53,9 +56,15 @@ def test_no_request_is_answered_with_a_5xx(server: Running, operation: str) -> N
     assert 200 in statuses or path in MOSTLY_REFUSED
 
 
-MOSTLY_REFUSED = tuple(
-    f"/{name}"
-    for name in ("v1/chat/completions", "v1/completions", "v1/responses", "v1/models/{name}", "tokenize", "detokenize")
+MOSTLY_REFUSED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models/{name}",
+    "/tokenize",
+    "/detokenize",
 )
 """What a few made-up requests cannot be expected to get right."""
 

@@ -138,7 +138,7 @@ def test_arguments_that_have_one_inside_their_json(json_server: Running) -> None
 
 @pytest.mark.parametrize("written", [r'{"a": "\ud83d"}', r'"\ud83d"'])
 def test_a_call_with_half_a_character_can_be_sent(written: str) -> None:
-    from lookahead.serve.protocol import ChatBody
+    from lookahead.serve.chat_protocol import ChatBody
 
     tools = tuple(ChatBody.model_validate(tool()).tools or ())
     reader = CallReader(Toolbox(tools))

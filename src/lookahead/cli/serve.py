@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.cli.common import Host
+from lookahead.cli.config_file import read_config
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import DTYPES, check_device
 from lookahead.config import BACKENDS
@@ -23,6 +24,10 @@ RAY = ("ray",)
 
 def serve(
     ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="A YAML file of these options.", is_eager=True, callback=read_config),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Embedded model, short name, hub id, folder or .gguf.", metavar="NAME")
     ] = None,
@@ -77,6 +82,12 @@ def serve(
         int | None,
         typer.Option("--fronts", help="Processes for HTTP and text; 0: in the engine's. By default by the cores."),
     ] = None,
+    reasoning_tags: Annotated[
+        str,
+        typer.Option(
+            "--reasoning-tags", help="Tags around a model's reasoning, as in '<think> </think>'; auto or none."
+        ),
+    ] = "auto",
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Engines on this machine, each with the model, behind one address.")
     ] = None,
@@ -138,6 +149,7 @@ def serve(
         log_prompts=log_prompts,
         log_level=log_level,
         log_format=log_format,
+        reasoning_tags=reasoning_tags,
     )
     say: Callable[[str], None] = log.info if log_format == "json" else console.say  # all of stderr is JSON then
     with logging_to_stderr(log_level, log_format):

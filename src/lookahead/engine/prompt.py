@@ -19,9 +19,11 @@ def encode_prompt(
     prompt: Prompt,
     raw: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The token ids of a prompt for the model of this name. Text becomes one user message of the chat template, unless
-    `raw`. `tools` are the functions that the template describes to the model."""
+    `raw`. `tools` are the functions that the template describes to the model. `variables` are more variables of the
+    template, or the options `add_generation_prompt` and `continue_final_message` of `apply_chat_template`."""
     template = getattr(tokenizer, "chat_template", None)
     prompt = as_plain(prompt)
     if isinstance(prompt, str) and not raw and template:
@@ -34,13 +36,11 @@ def encode_prompt(
         if not template:
             raise ValueError(f"model {name!r} has no chat template; pass the prompt as text")
         try:
-            ids = list(
-                tokenizer.apply_chat_template(
-                    prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            )
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the chat template of {name!r} refuses these messages: {error}") from error
+            given = {"add_generation_prompt": True, **(variables or {})}
+            ids = list(tokenizer.apply_chat_template(prompt, tools=tools, tokenize=True, return_dict=False, **given))
+        except (TemplateError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(f"the chat template of {name!r} refuses these messages: {why}") from error
     else:
         raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
     bos = getattr(tokenizer, "lookahead_bos", None)

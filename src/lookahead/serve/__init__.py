@@ -7,9 +7,11 @@ modules, from the outside in:
     app          routes and middleware, built from a model and settings
     life         signals, draining, the ready line; sockets: binding the address; connection, closing: limits of one
              connection, and how it ends
-    chat, completions, responses, tokens    one file per endpoint
+    chat, completions, responses, messages, tokens    one file per endpoint
     openapi      the statuses in `/openapi.json`
-    protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
+    protocol, chat_protocol, responses_protocol, messages_protocol    request bodies
+    choices, logprobs    parts of the responses; messages_errors: errors in Anthropic's format
+    prompts      chats as token ids, through the chat template
     stream       responses as server-sent events
     steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)
     scoring      log-probabilities of prompts
@@ -17,7 +19,8 @@ modules, from the outside in:
     parameters   a body's fields become sampling parameters, stop rules and a config
     service      submits requests to the engine and routes its events back to asyncio
     requests, reply    the requests in flight; serialize, wire, remote: the same for other processes
-    grammar, vocabulary, tools    structured output
+    structured, grammar, vocabulary, tools    structured output
+    reasoning, answers    the parts of a model's text: reasoning, message and calls
     keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
     access, records, tracing, logs    request ids, a line in the log per request, spans
     nesting, surrogates    bodies that a parser, template or tokenizer would choke on

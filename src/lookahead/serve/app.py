@@ -9,9 +9,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from lookahead.generate import LookaheadModel
-from lookahead.serve import chat, completions, errors, openapi, pages, responses, tokens
+from lookahead.serve import chat, completions, errors, messages, openapi, pages, responses, tokens
 from lookahead.serve.access import RequestLog
 from lookahead.serve.limits import Gate
+from lookahead.serve.messages_errors import MessagesErrors
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -35,7 +36,7 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     )
     app.state.service = service
     pages.web_files()  # read now, so that a missing file fails at startup
-    for module in (chat, completions, responses, tokens, pages):  # FastAPI matches routes in this order
+    for module in (chat, completions, responses, messages, tokens, pages):  # FastAPI matches routes in this order
         app.include_router(module.router)
     errors.install(app, service.metrics.refused)
     openapi.install(app, service)
@@ -46,6 +47,7 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
         refused=service.metrics.refused,
         hosts=settings.allowed_hosts,
     )
+    app.add_middleware(MessagesErrors)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

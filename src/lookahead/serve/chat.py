@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from lookahead.serve.answers import AnswerReader
+from lookahead.serve.chat_protocol import ChatBody, ResponseFormat
 from lookahead.serve.choices import Choices, new_id, now, usage_of
 from lookahead.serve.errors import bad_request
-from lookahead.serve.grammar import ANY_OBJECT, json_grammar
-from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
+from lookahead.serve.grammar import ANY_OBJECT
+from lookahead.serve.parameters import config_of, rules_of_body, sampling_of, stops_of
+from lookahead.serve.prompts import encode_chat
+from lookahead.serve.protocol import text_of
+from lookahead.serve.reasoning import TAIL, ReasoningReader, stage_of, with_reasoning
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, step_fields, trees_of
 from lookahead.serve.stream import EventStream, Template, collect_outputs, event
-from lookahead.serve.tools import Call, CallReader, Toolbox, template_messages, toolbox
+from lookahead.serve.structured import Constraint, compile_grammar, constraint_of
+from lookahead.serve.tools import Call, Toolbox, toolbox
 
 router = APIRouter()
 
@@ -30,33 +34,47 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     box = toolbox(body, service.template)
-    reply = await open_chat(body, box, service, request)
-    format = Format(service, body, box, reply)
+    format = Format(service, body, *await open_chat(body, box, service, request))
     if body.stream:
-        return EventStream(reply, format, service.settings.keep_alive)
-    return JSONResponse(format.response(await collect_outputs(reply, request)))
+        return EventStream(format.reply, format, service.settings.keep_alive)
+    return JSONResponse(format.response(await collect_outputs(format.reply, request)))
 
 
-async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
-    """Prepare a chat request and submit it to the engine.
+async def open_chat(
+    body: ChatBody, box: Toolbox, service: Service, request: Request
+) -> tuple[Reply, list[AnswerReader]]:
+    """Prepare a chat request and submit it to the engine. Returns a reader for each choice, too.
 
-    Grammars are compiled in a worker thread, as are the schemas of long bodies: one of 2 MB takes a second.
+    The schemas of long bodies are read in a worker thread: one of 2 MB takes a second.
     """
     owner = request.state.owner
     check_trace(body, owner)
     size = len(await request.body())
-    grammar = await service.in_worker(lambda: grammar_of(body, box), size)
+    service.check_room()
+    prompt = await service.in_worker(lambda: encode_chat(service.model, service.template, body, box), size)
+    begun = text_of(body.messages[-1].content) if body.continue_final_message else ""
+    stage = stage_of(service.tags, "" if service.tags is None else service.decode(prompt[-TAIL:]), begun)
+    grammar = await service.in_worker(lambda: grammar_of(body, box, service), size)
+    await compile_grammar(grammar, service)  # before the reasoning is let in, behind which nothing is checked
     if grammar is not None:
-        await service.in_worker(lambda: service.grammars.mask(grammar))
-    return await service.open(lambda: specs_of(body, box, grammar, service, owner), size)
+        grammar = with_reasoning(grammar, service.tags, stage, service.grammars.special_token)
+        await compile_grammar(grammar, service)
+    reply = await service.open(lambda: specs_of(body, prompt, grammar, service, owner), size)
+    tags = None if body.separate_reasoning is False else service.tags
+    shows = body.include_reasoning is not False
+    return reply, [AnswerReader(ReasoningReader(tags, stage), box.reader(), shows) for _ in reply.states]
 
 
-def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
-    """The grammar that constrains the reply, or None."""
-    schema = None if body.response_format is None else schema_of(body.response_format)
-    if box.tools:
-        return box.grammar(schema)
-    return None if schema is None else json_grammar(schema)
+def grammar_of(body: ChatBody, box: Toolbox, service: Service) -> str | None:
+    """The grammar that constrains the answer, or None."""
+    wanted = constraint_of(body)
+    if body.response_format is not None and (schema := schema_of(body.response_format)) is not None:
+        wanted = Constraint(schema=schema)
+    if not box.tools:
+        return wanted.grammar()
+    if wanted.text is not None:
+        raise bad_request("a regex, a choice or a grammar does not go with tools; set tool_choice to 'none'", "tools")
+    return box.grammar(wanted.schema, service.grammars.special_token)
 
 
 def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
@@ -66,20 +84,12 @@ def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
     return (format.json_schema.schema_ if format.json_schema is not None else None) or ANY_OBJECT
 
 
-def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
+def specs_of(body: ChatBody, prompt: list[int], grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
     """One request for each of the `n` choices."""
     model = service.model
-    messages = template_messages(body.messages, box, service.template)
-    try:
-        prompt = model.encode(messages, tools=box.described() if box.tools and box.knows else None)
-    except ValueError as error:
-        raise bad_request(f"messages: {error}", "messages") from error
     config = config_of(body.lookahead, model)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
-    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least)
-    if grammar is not None:  # the mask suppresses EOS for as long as the grammar can continue
-        rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
+    rules, least = rules_of_body(body, prompt, most, model, config, grammar)
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
@@ -107,7 +117,7 @@ def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service
 class Format(Choices):
     """Formats the choices of one chat as OpenAI's objects, streamed or not."""
 
-    def __init__(self, service: Service, body: ChatBody, box: Toolbox, reply: Reply) -> None:
+    def __init__(self, service: Service, body: ChatBody, reply: Reply, readers: list[AnswerReader]) -> None:
         head = {
             "id": new_id("chatcmpl"),
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -115,20 +125,18 @@ class Format(Choices):
             "model": service.name,
         }
         super().__init__(head, body.stream_options, reply)
-        self.service, self.body = service, body
-        self.readers: list[CallReader] = [box.reader() for _ in reply.states]
+        self.service, self.body, self.readers = service, body, readers
         self._plain: dict[int, Template] = {}  # by choice, where chunks differ only in their text
-        if body.stream and not (box.tools or body.logprobs or body.streams_steps):
-            for state in reply.states:
-                self._plain[state.index] = Template(partial(self._text_chunk, state.index))
+        self._may_be_plain = not (body.logprobs or body.streams_steps)
 
     def response(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices, format_logprobs = [], self.service.token_formatter.chat_logprobs
         for state, parts, reader in zip(self.reply.states, pieces, self.readers, strict=True):
-            said, _ = reader.push("".join(part.text for part in parts))
-            rest, _ = reader.finish(parts[-1].finish_reason == "length")
-            text = said + rest
+            reader.push_all(parts)
+            text = reader.said
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if reader.reasoning:
+                message |= {"content": text or None, **_reasoning(reader.reasoning)}
             if reader.calls:
                 message["content"] = text.strip() or None
                 message["tool_calls"] = [call.record() for call in reader.calls]
@@ -139,7 +147,7 @@ class Format(Choices):
             logprobs = {"content": format_logprobs(*joined), "refusal": None} if self.body.logprobs else None
             reason = self._reason(parts[-1], reader)
             choices.append({"index": state.index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-        return {**self.head, "choices": choices, "usage": usage_of(self.reply.states)}
+        return {**self.head, "choices": choices, "usage": self._usage()}
 
     def first(self) -> bytes:
         begins = [_chunk(state.index, {"role": "assistant", "content": ""}) for state in self.reply.states]
@@ -150,7 +158,10 @@ class Format(Choices):
         plain = self._plain.get(index)
         if plain is not None and piece.finish_reason is None:
             return plain(piece.text) if piece.text else b""
-        chunks = [self._chunk(choice) for choice in self._chunks(piece)]
+        reader = self.readers[self.reply.states.index(piece.state)]
+        chunks = [self._chunk(choice) for choice in self._chunks(piece, reader)]
+        if self._may_be_plain and reader.is_plain:  # from now on only the text changes
+            self._plain[index] = Template(partial(self._text_chunk, index))
         if piece.steps:  # a step that produced no text yet is sent, too
             chunks = chunks or [self._chunk(_chunk(index, {}))]
             chunks[0].update(step_fields(piece, self.service.token_formatter))
@@ -159,35 +170,40 @@ class Format(Choices):
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         return self._chunk(_chunk(index, {"content": text}))
 
-    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of one piece: its text, its tool calls, and its finish reason."""
-        index, reader = piece.state.index, self.readers[self.reply.states.index(piece.state)]
-        before = len(reader.calls)
-        said, calls = reader.push(piece.text)
-        if piece.finish_reason is not None:
-            rest, more = reader.finish(piece.finish_reason == "length")
-            said, calls = said + rest, calls + more
+    def _chunks(self, piece: Piece, reader: AnswerReader) -> list[dict[str, Any]]:
+        """The chunks of one piece: its reasoning and text, its tool calls, and its finish reason."""
+        index, before = piece.state.index, len(reader.calls)
+        part = reader.push(piece)
         found = []
-        if said or (self.body.logprobs and piece.tokens):
-            chunk = _chunk(index, {"content": said})
+        if part.reasoning or part.said or (self.body.logprobs and piece.tokens):
+            said = {"content": part.said} if part.said or not part.reasoning else {}
+            chunk = _chunk(index, {**_reasoning(part.reasoning), **said} if part.reasoning else said)
             if self.body.logprobs:
                 chunk["logprobs"] = {
                     "content": self.service.token_formatter.chat_logprobs(piece.tokens, piece.logprobs),
                     "refusal": None,
                 }
             found.append(chunk)
-        if calls:
-            found.append(_chunk(index, {"tool_calls": _numbered(calls, before)}))
+        if part.calls:
+            found.append(_chunk(index, {"tool_calls": _numbered(part.calls, before)}))
         if piece.finish_reason is not None:
             found.append({**_chunk(index, {}), "finish_reason": self._reason(piece, reader)})
         return found
 
-    def _reason(self, last: Piece, reader: CallReader) -> str | None:
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self.reply.states, sum(reader.thoughts.tokens for reader in self.readers))
+
+    def _reason(self, last: Piece, reader: AnswerReader) -> str | None:
         return "tool_calls" if reader.calls and last.finish_reason == "stop" else last.finish_reason
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Reasoning under both of vLLM's names: clients read one or the other."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _numbered(calls: list[Call], first: int) -> list[dict[str, Any]]:

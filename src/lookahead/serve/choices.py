@@ -23,8 +23,9 @@ def now() -> int:
     return int(time())
 
 
-def usage_of(states: Sequence[RequestState]) -> dict[str, Any]:
-    """OpenAI's usage, with speculation statistics under `lookahead`. Choices of one prompt count it once."""
+def usage_of(states: Sequence[RequestState], reasoning: int = 0) -> dict[str, Any]:
+    """OpenAI's usage, with speculation statistics under `lookahead`. Choices of one prompt count it once. `reasoning`
+    is how many tokens of the output are reasoning."""
     total = Stats.total(state.sequence.stats for state in states)
     prompts = {id(state.spec.prompt): state for state in states}.values()
     prompt = sum(len(state.spec.prompt) for state in prompts)
@@ -38,6 +39,7 @@ def usage_of(states: Sequence[RequestState]) -> dict[str, Any]:
             "cached_tokens": sum(min(state.request.cached, len(state.spec.prompt)) for state in prompts)
         },
         "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(0, sum(len(one.tokens) for one in predictions) - accepted),
         },
@@ -61,7 +63,10 @@ class Choices:
     def last(self) -> bytes:
         if not self._includes_usage:
             return DONE
-        return event({**self.head, "choices": [], "usage": usage_of(self.reply.states)}) + DONE
+        return event({**self.head, "choices": [], "usage": self._usage()}) + DONE
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self.reply.states)
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from lookahead.engine.request import TokenLogprobs
 from lookahead.serve.choices import Choices, new_id, now, usage_of
 from lookahead.serve.errors import bad_request
-from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
+from lookahead.serve.parameters import config_of, rules_of, rules_of_body, sampling_of, stops_of
 from lookahead.serve.protocol import CompletionBody
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece, RequestSpec
@@ -19,6 +19,7 @@ from lookahead.serve.scoring import SCORING, scores_of, scoring_spec
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, step_fields, trees_of
 from lookahead.serve.stream import EventStream, Template, collect_outputs, event
+from lookahead.serve.structured import compile_grammar, constraint_of
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -38,14 +39,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         scored = await score(body, service, request)
         if body.max_tokens == 0:
             return JSONResponse(only_scores(body, service, scored))
-    reply = await service.open(lambda: specs_of(body, service, owner), size)
+    grammar = await service.in_worker(lambda: constraint_of(body).grammar(), size)
+    await compile_grammar(grammar, service)
+    reply = await service.open(lambda: specs_of(body, grammar, service, owner), size)
     format = Format(service, body, reply, scored)
     if body.stream:
         return EventStream(reply, format, service.settings.keep_alive)
     return JSONResponse(format.response(await collect_outputs(reply, request)))
 
 
-def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[RequestSpec]:
+def specs_of(body: CompletionBody, grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
     """`n` requests for each prompt."""
     model = service.model
     config, stops = config_of(body.lookahead, model), stops_of(body)
@@ -54,7 +57,7 @@ def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[Request
     trees = trees_of(body, len(prompts) * (body.n or 1))
     for ids in prompts:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
+        rules, least = rules_of_body(body, ids, most, model, config, grammar)
         samplings = sampling_of(body, model, body.logprobs)
         specs += [
             RequestSpec(
@@ -64,7 +67,8 @@ def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[Request
                 rules,
                 owner,
                 stops,
-                unsearched=rules.min_tokens,
+                mask=None if grammar is None else service.grammars.mask(grammar, least),
+                unsearched=body.min_tokens or 0,
                 streams_steps=body.streams_steps,
                 trees=trees,
             )

@@ -63,10 +63,20 @@ class Grammars:
             self._unreadable = " ".join(str(error).split())[:400] or type(error).__name__
             log.warning("requests for structured output are refused: %s", self._refused())
 
+    def special_token(self, tag: str) -> int | None:
+        """The id of a tag that is one token, shown in texts, which llguidance takes for a special one: no text of a
+        grammar matches it, so a grammar must name it by its id."""
+        self.prepare()
+        tokenizer = self._model.tokenizer
+        ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
+        if self._tokenizer is None or len(ids) != 1 or not self._tokenizer.is_special_token(ids[0]):
+            return None
+        return ids[0] if tag in tokenizer.decode(ids, skip_special_tokens=True) else None
+
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
         """A new mask for one sequence of at least `least` tokens. Raises a 400 if the grammar cannot be compiled."""
         renew, size = partial(self._renewed, grammar), self._model.backend.vocab_size
-        return GrammarMask(self.newest(grammar), size, self._model.stop_ids, least, renew)
+        return GrammarMask(self.newest(grammar), size, self._model.stop_ids, least, renew, kind_of(grammar))
 
     def newest(self, grammar: str) -> LLMatcher:
         """The compiled grammar, which is shared: copy it. Raises a 400 if it cannot be compiled."""
@@ -82,25 +92,31 @@ class Grammars:
         self.prepare()
         if self._tokenizer is None:
             raise bad_request(
-                f"{self._refused()}; leave out response_format, a tool_choice that forces a call, and strict tools",
+                f"{self._refused()}; leave out response_format, structured_outputs, a tool_choice that forces a call, "
+                "and strict tools",
                 code="grammars_unavailable",
             )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise refusal(matcher.get_error())
+            raise refusal(matcher.get_error(), kind=kind_of(grammar))
         if not full:  # already checked if only its lexer is renewed
-            check_first_tokens(matcher, self._model.backend.vocab_size, self._model.stop_ids)
+            check_first_tokens(matcher, self._model.backend.vocab_size, self._model.stop_ids, kind_of(grammar))
         return matcher
 
     def _refused(self) -> str:
         return f"this model's tokenizer does not work with grammars: {self._unreadable}"
 
 
-def refusal(why: str, what: str = "compiled") -> ApiError:
+def kind_of(grammar: str) -> str:
+    """What clients call a grammar: `schema` if it has one."""
+    return "schema" if "%json" in grammar or '"json_schema"' in grammar else "grammar"
+
+
+def refusal(why: str, what: str = "compiled", kind: str = "schema") -> ApiError:
     """A 400 with llguidance's reason, without its dump of the parser's state."""
     line = " ".join(re.split(r"<(?:state|backtrace|non-verbose)", why)[0].split())
     reason = REASONS.get(line, line[:300])
-    return bad_request(f"the schema cannot be {what}: {reason}", code="invalid_schema")
+    return bad_request(f"the {kind} cannot be {what}: {reason}", code=f"invalid_{kind}")
 
 
 REASONS = {"NoExtensionBias": "no text fits it"}
@@ -108,7 +124,7 @@ LEXER = "lexer error"
 """llguidance's name for lexer errors."""
 
 
-def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
+def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int], kind: str = "schema") -> None:
     """Raise a 400 if a grammar fails within its first tokens.
 
     Some compile and then reach a state beyond the limits or a dead end: a `$ref` to itself, an endless chain of
@@ -120,7 +136,7 @@ def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int
     def tokens_after(matcher: LLMatcher) -> list[int]:
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if matcher.is_error():
-            raise refusal(matcher.get_error(), "followed")
+            raise refusal(matcher.get_error(), "followed", kind)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[: WAYS + len(ends)]
         return [token for token in allowed.tolist() if token not in ends][:WAYS]
 
@@ -192,7 +208,9 @@ class GrammarMask:
         ends: frozenset[int],
         least: int = 0,
         renew: Callable[[LLMatcher], LLMatcher] = lambda compiled: compiled,
+        kind: str = "schema",
     ) -> None:
+        self._kind = kind
         self._compiled, self._ends, self._least, self._renew = compiled, ends, least, renew
         self._matcher = compiled.deep_copy()
         self._taken: list[int] = []
@@ -285,4 +303,4 @@ class GrammarMask:
                 row[:] = goes_on
 
     def _refusal(self) -> ApiError:
-        return refusal(self._matcher.get_error(), f"followed after {len(self._taken)} tokens")
+        return refusal(self._matcher.get_error(), f"followed after {len(self._taken)} tokens", self._kind)

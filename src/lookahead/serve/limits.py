@@ -114,6 +114,8 @@ class Gate:
                 check_host(scope["headers"], self.hosts)
             if not is_open(scope["method"], scope["path"]):
                 authorization = headers.get(b"authorization")
+                if authorization is None and b"x-api-key" in headers:  # Anthropic's clients
+                    authorization = b"Bearer " + headers[b"x-api-key"]
                 owner = self.keys.owner(None if authorization is None else authorization.decode("latin-1"))
                 scope.setdefault("state", {})["owner"] = owner
             if scope["method"] == "POST":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.text import StopStrings
@@ -42,10 +43,13 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
 
 def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:
     """Sampling parameters of each of the `n` choices. Choice i uses seed + i. The repetition penalty defaults to the
-    model's generation config."""
+    model's generation config. `top_p` 0 leaves only the most likely token, so it is greedy."""
     bias = biases(body.logit_bias or {}, model.backend.vocab_size)
     seed = new_seed() if body.seed is None else body.seed
+    top_p = 1.0 if body.top_p is None else body.top_p
     temperature = 1.0 if body.temperature is None else body.temperature
+    if top_p == 0:
+        temperature, top_p = 0.0, 1.0
     repetition = body.repetition_penalty
     if repetition is None:
         repetition = greedy_settings(model.model).get("repetition_penalty", 1.0)
@@ -53,7 +57,7 @@ def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -
         SamplingParams(
             temperature=temperature,
             top_k=max(0, body.top_k or 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=top_p,
             min_p=body.min_p or 0.0,
             seed=(seed + choice) % SEEDS,
             repetition_penalty=repetition,
@@ -82,6 +86,24 @@ def stops_of(body: Generation) -> StopStrings:
     return StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or ())
 
 
+def rules_of_body(
+    body: Generation,
+    prompt: list[int],
+    most: int | None,
+    model: LookaheadModel,
+    config: LookaheadConfig,
+    grammar: str | None,
+) -> tuple[StopRules, int]:
+    """The stop rules of a body, and how many tokens a reply that follows a grammar has at least: its mask keeps the end
+    away for as long as the grammar can continue."""
+    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
+    stop_ids = body.stop_token_ids or ()
+    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least, stop_ids)
+    if grammar is None:
+        return rules, least
+    return replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
+
+
 def rules_of(
     prompt: list[int],
     most: int | None,
@@ -89,8 +111,14 @@ def rules_of(
     config: LookaheadConfig,
     ignore_eos: bool = False,
     min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
 ) -> StopRules:
-    """The stop rules. `most` defaults to the rest of the context. Raises a 400 if the prompt leaves no room."""
+    """The stop rules. `most` defaults to the rest of the context, and `stop_ids` end the text besides the model's own.
+    Raises a 400 if the prompt leaves no room."""
+    for token in stop_ids:
+        if token >= model.backend.vocab_size:
+            last = model.backend.vocab_size - 1
+            raise bad_request(f"stop_token_ids: {token} is not one of the model's 0 to {last}", "stop_token_ids")
     limit, holds = model.backend.max_length, model.backend.holds()
     if holds is not None:
         limit = holds - config.budget if limit is None else min(limit, holds - config.budget)
@@ -112,7 +140,7 @@ def rules_of(
         )
     return StopRules(
         max_tokens=most,
-        eos_ids=frozenset() if ignore_eos else model.stop_ids,
+        eos_ids=frozenset(stop_ids) | (frozenset[int]() if ignore_eos else model.stop_ids),
         max_length=model.backend.max_length,
         min_tokens=min_tokens,
     )

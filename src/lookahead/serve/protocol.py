@@ -7,22 +7,45 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_STOPS = 16
+MOST_STOP_IDS = 1024
+MOST_OPTIONS = 1024
 MOST_BIASES = 1024
 MOST_CHOICES = 64
 MOST_BUDGET = 1024
 TOKEN_LIMIT = 1 << 31
 """Token ids and lengths are 32-bit integers."""
 
+TokenId = Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "truncation": ("disabled",),
     "best_of": (1,),
     "background": (False,),
     "suffix": ("",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "continuous_usage_stats": (False,),
 }
-"""OpenAI fields that are accepted only with values that have no effect."""
+"""Fields of OpenAI's and vLLM's clients that are accepted only with values that have no effect."""
+
+INSTEAD: dict[str, str] = {
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "audio": "this server writes text only; leave it out",
+    "web_search_options": "this server searches nothing; give a tool of your own",
+    "moderation": "this server moderates nothing; leave it out",
+    "previous_response_id": "nothing is stored; send the earlier items in input",
+    "conversation": "nothing is stored; send the earlier items in input",
+    "context_management": "nothing is shortened; leave it out, and send fewer items",
+    "chat_template": "the model's own template is used; give chat_template_kwargs for its variables",
+    "guided_whitespace_pattern": "white space is fixed; leave it out",
+    "structural_tag": "give tools, or a Lark grammar",
+}
+"""Fields that would change the reply and are not supported: what to do instead."""
 
 
 class Body(BaseModel):
@@ -35,14 +58,37 @@ class Body(BaseModel):
     def _neutral(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        for name in INSTEAD.keys() & values.keys() - cls.model_fields.keys():
+            if values[name] is not None:
+                raise ValueError(f"{name} is not supported: {INSTEAD[name]}")
+            values = {key: value for key, value in values.items() if key != name}
         for name in NEUTRAL.keys() & cls.model_fields.keys():
             if values.get(name) is not None and values[name] not in NEUTRAL[name]:
                 raise ValueError(f"{name}={values[name]!r:.40} is not supported; leave it out")
         return values
 
 
+class Ignored(Body):
+    """Fields of ordinary clients that change nothing in a reply. They are accepted and ignored."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
 class StreamOptions(Body):
+    """`include_obfuscation` is ignored: nothing is padded."""
+
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class LookaheadOptions(Body):
@@ -63,29 +109,50 @@ class StreamedLookahead(LookaheadOptions):
 
 
 class TextPart(Body):
-    """A text part of a message's content. Images, audio and files are not supported."""
+    """A text part of a message's content. Images, audio and files are not supported. What it says about caches is
+    ignored."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 Content = str | list[TextPart]
 
 
-class Generation(Body):
-    """Fields that completions and chats share."""
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints on a reply, of which one may be given. What JSON may contain besides the schema and how it is
+    spaced is fixed, so that the last two are ignored."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class Generation(Ignored):
+    """Fields that completions and chats share. The `guided` ones are vLLM's older names for `structured_outputs`."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_LIMIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=TOKEN_LIMIT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -94,11 +161,18 @@ class Generation(Body):
     min_tokens: Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
     lookahead: bool | StreamedLookahead | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
 
     @field_validator("stop")
     @classmethod
@@ -113,7 +187,20 @@ class Generation(Body):
             raise ValueError("stream_options belongs to stream=true; leave it out")
         if self.streams_steps and not self.stream:
             raise ValueError("lookahead.steps and lookahead.trace belong to stream=true; leave them out")
+        if len(given := self.constraints()) > 1:
+            raise ValueError(f"a reply can follow one of {' and '.join(sorted(given))}; leave out the others")
         return self
+
+    def constraints(self) -> dict[str, Any]:
+        """The constraints on the reply by their kind: json, json_object, regex, choice or grammar."""
+        whole = self.structured_outputs or StructuredOutputs()
+        given = {"json_object": whole.json_object or None}
+        for kind in ("json", "regex", "choice", "grammar"):
+            own, older = getattr(whole, "json_" if kind == "json" else kind), getattr(self, f"guided_{kind}")
+            if own is not None and older is not None:
+                raise ValueError(f"structured_outputs.{kind} and guided_{kind} mean the same; give one of them")
+            given[kind] = older if own is None else own
+        return {kind: value for kind, value in given.items() if value is not None}
 
     @property
     def streams_steps(self) -> bool:
@@ -129,7 +216,7 @@ class Generation(Body):
 class CompletionBody(Generation):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)] | None = None
@@ -143,118 +230,9 @@ class CompletionBody(Generation):
         return self
 
 
-class FunctionCall(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(Body):
-    """A chat message. `developer` is treated as `system`."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-class Function(Body):
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class JsonSchema(Body):
-    name: str
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type 'json_schema', which needs it")
-        return self
-
-
-class Prediction(Body):
-    """Text that the output is expected to resemble."""
-
-    type: Literal["content"]
-    content: Content
-
-
-class ChatBody(Generation):
-    """The body of `/v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_LIMIT)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    prediction: Prediction | None = None
-    modalities: list[str] | None = None
-
-    @model_validator(mode="after")
-    def _compatible(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
-        return self
-
-
-class TokenizeBody(Body):
-    """Text, or the messages of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _prompt_or_messages(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
-
-
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]]
+    tokens: list[TokenId]
 
 
 def text_of(content: Content | None) -> str:

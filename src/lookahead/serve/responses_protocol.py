@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from lookahead.serve.protocol import TOKEN_LIMIT, Body, Content, LookaheadOptions, text_of
+from lookahead.serve.chat_protocol import Effort
+from lookahead.serve.protocol import TOKEN_LIMIT, Body, Content, Ignored, LookaheadOptions, text_of
+
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(Body):
-    """A message, a call that the model made earlier, or the output of such a call."""
+    """A message, the model's earlier reasoning, a call that it made, or the output of such a call."""
 
-    type: Literal["message", "function_call", "function_call_output"] | None = None
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -21,27 +24,30 @@ class InputItem(Body):
     name: str | None = None
     arguments: str | None = None
     output: Content | None = None
+    summary: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
 
     @model_validator(mode="after")
     def _required_fields(self) -> InputItem:
         needed = {
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "reasoning": (),
         }.get(self.type or "message", ("role", "content"))
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type or 'message'!r} needs {name!r}")
         return self
 
-    def as_messages(self) -> list[dict[str, Any]]:
-        """The item as chat messages."""
+    def as_message(self) -> dict[str, Any]:
+        """The item as a chat message; not for reasoning."""
         if self.type == "function_call":
             function = {"name": self.name, "arguments": self.arguments}
             call = {"id": self.call_id, "type": "function", "function": function}
-            return [{"role": "assistant", "tool_calls": [call]}]
+            return {"role": "assistant", "tool_calls": [call]}
         if self.type == "function_call_output":
-            return [{"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}]
-        return [{"role": self.role, "content": text_of(self.content)}]
+            return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
+        return {"role": self.role, "content": text_of(self.content)}
 
 
 class FlatFunction(Body):
@@ -72,7 +78,10 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
+    """`verbosity` is ignored."""
+
     format: TextFormat | None = None
+    verbosity: str | None = None
 
     def as_chat(self) -> dict[str, Any] | None:
         if self.format is None:
@@ -85,15 +94,29 @@ class TextOptions(Body):
         }
 
 
-class ResponsesBody(Body):
-    """The body of `/v1/responses`."""
+class Reasoning(Body):
+    """`effort` is passed to the chat template. The others are ignored: reasoning is returned whole, not summarized."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+
+
+class ResponsesStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Ignored):
+    """The body of `/v1/responses`. `include` adds nothing, since there are no tools of the server's own, and
+    `max_tool_calls` limits only those."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=TOKEN_LIMIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=TOKEN_LIMIT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -102,13 +125,21 @@ class ResponsesBody(Body):
     tools: list[FlatFunction] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatName | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: Literal[0] | None = None
+    stream_options: ResponsesStreamOptions | None = None
     lookahead: bool | LookaheadOptions | None = None
-    store: bool | None = None
     truncation: str | None = None
-    service_tier: str | None = None
     background: bool | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _include(cls, given: list[str] | None) -> list[str] | None:
+        if LOGPROBS in (given or ()):
+            raise ValueError(f"{LOGPROBS!r} is not supported; leave it out, or use /v1/chat/completions")
+        return given
 
     def chat_choice(self) -> Any:
         """`tool_choice` in the chat format."""

@@ -28,6 +28,7 @@ from lookahead.serve.logprobs import TokenFormatter
 from lookahead.serve.logs import FIELDS
 from lookahead.serve.memory import MemorySaver
 from lookahead.serve.metrics import Metrics
+from lookahead.serve.reasoning import find_tags
 from lookahead.serve.records import current
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import RequestSpec, RequestState
@@ -62,6 +63,7 @@ class Service:
         self.token_formatter = TokenFormatter(model.tokenizer)
         template = getattr(model.tokenizer, "chat_template", None) or ""  # some tokenizers have several, by name
         self.template = template if isinstance(template, str) else "\n".join(template.values())
+        self.tags = find_tags(settings.reasoning_tags, model.tokenizer, self.template)
         self.created = int(time())
         self.draining = False
         self.replies: dict[Reply, None] = {}
@@ -111,8 +113,7 @@ class Service:
 
     async def open(self, prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
         """Prepare the engine requests of one HTTP request, and submit them. Raises an ApiError on failure."""
-        self.check_open()
-        self.queue.check_room(1)  # before doing any work
+        self.check_room()  # before doing any work
 
         def states() -> list[RequestState]:
             try:
@@ -182,6 +183,11 @@ class Service:
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return self.metrics.text(self.model, self.settings.vllm_metrics)
+
+    def check_room(self) -> None:
+        """Raise an ApiError if no request can be accepted now, or none more."""
+        self.check_open()
+        self.queue.check_room(1)
 
     def check_open(self) -> None:
         """Raise an ApiError if no request can be accepted now."""

@@ -24,6 +24,7 @@ class ServeSettings:
     saves these successors across restarts; None saves nothing. `public` allows serving on a reachable address without
     keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log, whose records are those
     from `log_level` up, in the format `log_format`.
+    `reasoning_tags` are the tags around a model's reasoning, such as "<think> </think>", `auto` or `none`.
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +49,7 @@ class ServeSettings:
     log_prompts: bool = False
     log_level: str = "info"
     log_format: str = "text"
+    reasoning_tags: str = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -69,6 +71,11 @@ class ServeSettings:
         for name, known in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
+        tags = self.reasoning_tags.split()
+        if self.reasoning_tags not in ("auto", "none") and len(set(tags)) != 2:
+            raise ValueError(
+                f"reasoning_tags={self.reasoning_tags!r} must be auto, none, or two tags such as '<think> </think>'"
+            )
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The small endpoints: models, tokenize and detokenize, health and metrics."""
+"""The small endpoints: models, tokenize and detokenize, health, version and metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from lookahead.machine import package_version
+from lookahead.serve.chat_protocol import TokenizeBody
 from lookahead.serve.errors import ApiError, bad_request, unavailable
-from lookahead.serve.protocol import DetokenizeBody, TokenizeBody
+from lookahead.serve.prompts import encode_chat
+from lookahead.serve.protocol import DetokenizeBody
 from lookahead.serve.service import Service
-from lookahead.serve.tools import Toolbox, template_messages
+from lookahead.serve.tools import Toolbox, style_of
 
 router = APIRouter()
 
@@ -46,9 +49,10 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     service.check_model(body.model)
 
     def encode() -> list[int]:
+        if body.messages is not None:
+            box = Toolbox(tuple(body.tools or ()), *style_of(service.template))
+            return encode_chat(service.model, service.template, body, box)
         try:
-            if body.messages is not None:
-                return service.model.encode(template_messages(body.messages, Toolbox(), service.template))
             return service.model.encode(body.prompt or "", raw=True)
         except ValueError as error:
             raise bad_request(str(error)) from error
@@ -87,6 +91,12 @@ async def ready(request: Request) -> Response:
     except ApiError as error:
         return error.response()
     return JSONResponse({"status": "ready", "model": service.name})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The server's version."""
+    return {"version": package_version("lookahead-decoding") or "unknown"}
 
 
 @router.get("/metrics")

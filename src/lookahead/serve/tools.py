@@ -1,24 +1,23 @@
-"""Tool calling: how functions are described to a model, and how its calls are parsed.
+"""Tool calling: the grammar of a model's calls, and how they are parsed.
 
 Two call formats are supported, inferred from a chat template with tools: `hermes` (Hermes, Qwen and many others: JSON
 between <tool_call> tags) or `llama` (Llama 3: the entire answer is JSON). If the template has no tools, as in the
-embedded model, a system message lists them and requests `hermes` calls.
+embedded model, a system message lists them and requests `hermes` calls (see `prompts`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lookahead.serve.chat_protocol import ChatBody, NamedTool, Tool
 from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, embedded_json
-from lookahead.serve.nesting import MOST_DEPTH, too_deep
-from lookahead.serve.protocol import ChatBody, Message, NamedTool, Tool, text_of
+from lookahead.serve.nesting import too_deep
 from lookahead.serve.surrogates import is_text
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -62,8 +61,11 @@ class Toolbox:
         """The tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
-    def grammar(self, answer: dict[str, Any] | None = None) -> str | None:
-        """The grammar of the reply, or None if any text is allowed. `answer` is the schema of a reply without calls.
+    def grammar(
+        self, answer: dict[str, Any] | None = None, special: Callable[[str], int | None] = lambda tag: None
+    ) -> str | None:
+        """The grammar of the reply, or None if any text is allowed. `answer` is the schema of a reply without calls,
+        and `special` the id of a tag that must be named by it (see `Grammars.special_token`).
 
         A `strict` tool enforces its schema once a call has started. If the reply must be a call, or an answer with a
         schema, all tools do.
@@ -84,13 +86,15 @@ class Toolbox:
                 )
             start = "start: answer | calls"
             rules.append(f"answer: {embedded_json(answer)}")
+        begin, end = (json.dumps(tag) if (id := special(tag)) is None else f"<[{id}]>" for tag in (BEGIN, END))
         if self.style == "llama":
             rules.append("calls: body")
         elif bound:
-            rules += [f"calls: call{'' if self.single else ' (SEPARATOR call)*'}", f'call: "{BEGIN}" body "{END}"']
+            rules += [f"calls: call{'' if self.single else ' (SEPARATOR call)*'}", f"call: {begin} body {end}"]
             rules.append(r'SEPARATOR: "\n"')
         else:
-            rules += ["calls: tagged* TEXT", f'tag[lazy]: TEXT "{BEGIN}"', f'tagged: tag body "{END}"', TEXT]
+            tag = f"tag: TEXT {begin}" if special(BEGIN) is not None else f"tag[lazy]: TEXT {begin}"
+            rules += ["calls: tagged* TEXT", tag, f"tagged: tag body {end}", TEXT]
         return "\n".join(["%llguidance {}", start, *rules])
 
     def _call(self, tool: Tool) -> str:
@@ -131,63 +135,6 @@ def style_of(template: str) -> tuple[str, bool]:
     if BEGIN not in template and ("ipython" in template or PYTHON_TAG in template):
         return "llama", True
     return "hermes", True
-
-
-def template_messages(messages: Sequence[Message], box: Toolbox, template: str) -> list[dict[str, Any]]:
-    """Messages in the format of chat templates. If the template has no tools, calls and results become text."""
-    knows = style_of(template)[1]
-    found = [_template_message(message, knows) for message in messages]
-    if box.tools and not knows:
-        instructions = instruction(box)
-        if found[0]["role"] == "system":
-            found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{instructions}"}
-        else:
-            found.insert(0, {"role": "system", "content": instructions})
-    return found
-
-
-def _template_message(message: Message, knows: bool) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
-    if message.name is not None:
-        found["name"] = message.name
-    calls = message.tool_calls or ()
-    if knows:
-        if calls:
-            found["tool_calls"] = [_as_object(call.model_dump(exclude={"index"})) for call in calls]
-        if message.tool_call_id is not None:
-            found["tool_call_id"] = message.tool_call_id
-        return found
-    written = [f"{BEGIN}\n{_written(call.function.name, call.function.arguments)}\n{END}" for call in calls]
-    found["content"] = "\n".join(text for text in (found["content"], *written) if text)
-    return found
-
-
-def _as_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates encode the arguments themselves, so they are passed as an object if they parse as JSON."""
-    arguments = call["function"]["arguments"]
-    if too_deep(arguments):
-        where = "messages[].tool_calls[].function.arguments"
-        raise bad_request(f"{where} are nested more than {MOST_DEPTH} levels deep; flatten them", where, "too_deep")
-    with contextlib.suppress(ValueError):
-        parsed = json.loads(arguments)
-        if is_text(parsed):
-            call["function"]["arguments"] = parsed
-    return call
-
-
-def _written(name: str, arguments: str) -> str:
-    return f'{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}'
-
-
-def instruction(box: Toolbox) -> str:
-    """The system message for models whose template has no tools."""
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in box.described())
-    example = _written("NAME", "{...}")  # small models copy the arguments of an example
-    return (
-        f"You can call these functions, each given as JSON:\n{lines}\n\n"
-        f"To call one, write its name and its arguments as JSON between tags:\n{BEGIN}\n{example}\n{END}"
-    )
 
 
 class CallReader:

@@ -58,6 +58,7 @@ export async function* streamChat({ messages, settings, lookahead = {}, signal }
       messages,
       ...settings,
       stream: true,
+      separate_reasoning: false,
       stream_options: { include_usage: true },
       lookahead: { steps: true, ...lookahead },
     }),
