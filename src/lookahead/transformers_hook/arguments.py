@@ -23,8 +23,9 @@ REFUSED_MODES = {
     ),
 }  # fmt: skip
 """Mode -> its name in messages, and the GenerationConfig fields that select it."""
-CACHES = (None, "dynamic", "static")
-"""Values of `cache_implementation` that have no effect here, since K/V are in our own buffer."""
+CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Supported values of `cache_implementation`: they choose the cache that is returned. While decoding, K/V are in our
+own buffer. The last three are old names of transformers for "static"."""
 PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels"}
 """Model arguments of prompts that any backend can run. `generate` never forwards `labels`."""
 
@@ -46,10 +47,13 @@ def refuse_unsupported(config: Any, dropped: Dropped) -> None:
             "pass use_cache=True"
         )
     if config.cache_implementation not in CACHES:
-        raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} is not supported with lookahead decoding, which "
-            "keeps K/V in a buffer of its own; leave it out"
-        )
+        name = config.cache_implementation
+        why = "is not a cache that lookahead decoding knows"
+        if "offloaded" in name:
+            why = "keeps K/V in the memory of the CPU, and lookahead decoding keeps them all on the model's device"
+        elif name == "quantized":
+            why = "rounds K/V, and lookahead decoding keeps them as they are, which changes the text"
+        raise ValueError(f"cache_implementation={name!r} {why}; leave it out, or leave out custom_generate")
     if dropped.synced_gpus:
         raise ValueError("synced_gpus=True: ranks that take different numbers of steps cannot be kept in step")
 

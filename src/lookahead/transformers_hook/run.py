@@ -41,9 +41,10 @@ from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_
 from lookahead.models.read import read
 from lookahead.transformers_hook import caches, facts, output_collector
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
+from lookahead.transformers_hook.cache_state import restored_on_error
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
 from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
-from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_library, is_usual, restore_cache, run_prompt
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_library, is_usual, run_prompt
 from lookahead.transformers_hook.rules import BatchRules
 
 logger = logging.getLogger("lookahead")
@@ -134,6 +135,11 @@ class Run:
         return backend
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
+        """Decode. If the call is refused or fails, a given cache is as it was."""
+        with restored_on_error(self.cache):
+            return self._decode_on_backend(config, rules, streamer)
+
+    def _decode_on_backend(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
         graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None, self._log_once)
         if graph is None:
@@ -150,15 +156,10 @@ class Run:
     def _decode_after(
         self, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules, streamer: Any
     ) -> Any:
-        """Run the prompt as `generate` does, then decode. If the call is refused, a given cache is as it was."""
-        given, past = self.kwargs.get("past_key_values"), self.batch.past
+        """Run the prompt as `generate` does, then decode."""
         start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
-        try:
-            check_hidden(self.model, start)
-            engine = self._set_up_after(start, graph, config, rules)
-        except ValueError:
-            restore_cache(given, past)
-            raise
+        check_hidden(self.model, start, self.batch.mask)
+        engine = self._set_up_after(start, graph, config, rules)
         return self._decode(engine, start.logits, None, rules, streamer)
 
     def _set_up_after(
