@@ -25,7 +25,7 @@ from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kinds import Sampler
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.transformers_hook import facts, run
+from lookahead.transformers_hook import backends, facts
 
 MANY = 16
 Both = Callable[..., Pair]
@@ -53,9 +53,9 @@ def test_bigrams_come_from_disk_at_once_and_are_computed_later(
     """A script that calls once does not wait for them; no text depends on them."""
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     first, second = (make_model(eos_token_id=None) for _ in range(2))
-    for call in range(run.BIGRAMS_CALL + 1):
+    for call in range(backends.BIGRAMS_CALL + 1):
         both(first, inputs, max_new_tokens=MANY, hook=graph()).same()
-        assert (facts.known[first].memory.bigrams is None) == (call < run.BIGRAMS_CALL)
+        assert (facts.known[first].memory.bigrams is None) == (call < backends.BIGRAMS_CALL)
     assert len(list((tmp_path / "bigrams").iterdir())) == 1
     both(second, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[second].memory.bigrams is not None
@@ -266,8 +266,8 @@ def test_threads_take_turns(
 ) -> None:
     """From the first call on: one of them finds out about the model, and makes the backend that all of them use."""
     probed: list[Any] = []
-    probe = run.probe
-    for module in (run, choose):
+    probe = backends.probe
+    for module in (backends, choose):
         monkeypatch.setattr(module, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
     inputs = [prompt, batch] * 2
     expected = [output_of(one, model.generate(**one, max_new_tokens=MANY, do_sample=False)) for one in inputs]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from lookahead.models.facts import PositionLimit, position_limit
 from lookahead.transformers_hook.dropped import Dropped
 
 REFUSED_MODES = {
@@ -134,3 +135,23 @@ def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
     width = min(given.shape[1], usual.shape[1])
     mask = batch.mask[:, -width:]
     return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])
+
+
+def limit_of(config: Any, lengths: Sequence[int], room: int, further: int) -> PositionLimit:
+    """The position limit of a call. Raises ValueError if the call certainly exceeds it, or may exceed a hard one.
+
+    `config` is the model's; `lengths` are those of the prompts, `room` is the most tokens that may follow, and
+    `further` the most by which a token's position exceeds its index.
+    """
+    limit = position_limit(config.get_text_config(decoder=True))
+    if limit.positions is None:
+        return limit
+    most, longest = limit.positions - further, max(lengths)
+    if limit.hard and longest + room - 1 > most:
+        raise ValueError(
+            f"model type {config.model_type!r} can be decoded exactly up to {most} "
+            f"positions ({limit.reason}), and {longest + room - 1} are requested; lower max_new_tokens"
+        )
+    if longest > most:
+        raise ValueError(f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt")
+    return replace(limit, positions=most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
@@ -16,6 +17,8 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.models.patches import global_hooks, patch_of
+
+logger = logging.getLogger("lookahead")
 
 
 @dataclass
@@ -48,6 +51,12 @@ class ModelFacts:
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)
+
+    def log_once(self, line: str) -> None:
+        """Log a line, once per model."""
+        if line not in self.logged:
+            self.logged.add(line)
+            logger.warning(line)
 
 
 known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
