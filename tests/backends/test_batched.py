@@ -87,6 +87,23 @@ def test_many_sequences_do_not_make_a_long_one_wider(backend: Any) -> None:
     backend.close(slot)
 
 
+def test_a_long_sequence_does_not_make_many_longer(backend: Any) -> None:
+    """The length of one that has ended, times those that run now, would be the most memory of all."""
+    slots = [cache(backend, LONG[:20]) for _ in range(24)]
+    usual = held(backend)
+    for slot in slots:
+        backend.close(slot)
+    backend.close(cache(backend, LONG))
+    for _ in range(24):
+        cache(backend, LONG[:20])
+    assert held(backend) == usual
+
+
+def test_kept_memory_is_little() -> None:
+    """One block of 96 positions of the embedded model's K/V takes 6 MB."""
+    assert batched.KEPT_BYTES <= 3 * 6 << 20
+
+
 def test_a_little_memory_is_kept(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below KEPT_BYTES the next sequences find it."""
     monkeypatch.setattr(batched, "KEPT_BYTES", 1 << 30)
