@@ -128,9 +128,39 @@ def test_an_adapter_per_row() -> None:
         model.generate(**ROWS, **options, adapter_names=names, custom_generate=decoding())
 
 
+def hooks(model: Any) -> int:
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_adapters_of_a_refused_call_do_not_stay(both: Any) -> None:
+    """PEFT hooks one call's adapters into the layers, and takes them out again only when the call ends well."""
+    model = adapted("LoRA")
+    model.add_adapter("second", CONFIGS["LoRA"]())
+    stir(model, 8)
+    options = {"max_new_tokens": 12, "pad_token_id": 0}
+    before, count = both(model, ROWS, **options).same().ours.tolist(), hooks(model)
+    names = ["default", "second", "default"]
+    for more in ({}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=r"adapter_names|num_beams=2"):
+            model.generate(**ROWS, **options, **more, adapter_names=names, custom_generate=decoding())
+        assert hooks(model) == count
+    assert both(model, ROWS, **options).same().ours.tolist() == before
+
+
+@pytest.mark.parametrize("name", ["prompt tuning", "prefix tuning"])
+def test_padding_behind_virtual_tokens(both: Any, name: str) -> None:
+    """It is on the left as asked for, and the virtual tokens further left; a sliding window counts it."""
+    model = adapted(name, "Mistral")
+    for each in (PROMPT, ids([5, 9, 17], [4, 8, 4])):
+        both(model, each, max_new_tokens=12, pad_token_id=0).same()
+    with pytest.raises(ValueError, match="virtual tokens are in front of the padding; call generate for prompts of eq"):
+        model.generate(**ROWS, max_new_tokens=12, pad_token_id=0, custom_generate=decoding())
+
+
 def test_an_activated_adapter_is_refused() -> None:
     model = peft.get_peft_model(tiny("Llama", seed=0), peft.LoraConfig(alora_invocation_tokens=[23, 5], **TARGETS))
     stir(model, 3)
     model.eval()
     with pytest.raises(ValueError, match="activated LoRA"):
         model.generate(**PROMPT, max_new_tokens=4, custom_generate=decoding())
+    assert not hooks(model)

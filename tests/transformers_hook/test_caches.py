@@ -219,7 +219,7 @@ def test_offloaded_cache(llama: Any, prompt: dict[str, Any]) -> None:
     """Its layers are not where the model is."""
     cache = DynamicCache(config=llama.config)
     cache.offloading = True
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache with offloading=True"):
         llama.generate(**prompt, max_new_tokens=4, past_key_values=cache, custom_generate=decoding())
 
 

@@ -11,7 +11,7 @@ from pairs import decoding
 import lookahead
 from lookahead.backends.failures import CompilerError
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.transformers_hook import run
+from lookahead.transformers_hook import backends
 
 LINE = "the Triton kernel 'attend' does not compile: too many registers"
 
@@ -32,7 +32,7 @@ def test_kernels_that_do_not_compile_are_tried_once(
         tries += 1
         raise CompilerError(LINE)
 
-    monkeypatch.setattr(run, "graph_backend", fail)
+    monkeypatch.setattr(backends, "graph_backend", fail)
     for _ in range(3):
         with pytest.raises(UnsupportedModelError, match=LINE):
             model.generate(**inputs, max_new_tokens=4, custom_generate=decoding(backend="graph"))

@@ -26,7 +26,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kinds import Sampler
 from lookahead.config import LookaheadConfig
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.transformers_hook import facts, run
+from lookahead.transformers_hook import backends, facts, run
 
 MANY = 16
 Both = Callable[..., Pair]
@@ -57,10 +57,10 @@ def test_bigrams_come_from_disk_at_once_and_are_computed_later(
     windows = list[int]()
     sequences = run.Run._sequences
     monkeypatch.setattr(run.Run, "_sequences", lambda *args: windows.append(args[1].window) or sequences(*args))
-    for call in range(run.BIGRAMS_CALL + 1):
+    for call in range(backends.BIGRAMS_CALL + 1):
         both(first, inputs, max_new_tokens=MANY, hook=lookahead.decoding(backend="graph")).same()
-        assert (facts.known[first].memory.bigrams is None) == (call < run.BIGRAMS_CALL)
-    assert windows == [LookaheadConfig().window] * run.BIGRAMS_CALL + [0]  # then all rows are for draft tokens
+        assert (facts.known[first].memory.bigrams is None) == (call < backends.BIGRAMS_CALL)
+    assert windows == [LookaheadConfig().window] * backends.BIGRAMS_CALL + [0]  # then all rows are for draft tokens
     assert len(list((tmp_path / "bigrams").iterdir())) == 1
     both(second, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[second].memory.bigrams is not None
@@ -271,8 +271,8 @@ def test_threads_take_turns(
 ) -> None:
     """From the first call on: one of them finds out about the model, and makes the backend that all of them use."""
     probed: list[Any] = []
-    probe = run.probe
-    for module in (run, choose):
+    probe = backends.probe
+    for module in (backends, choose):
         monkeypatch.setattr(module, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
     inputs = [prompt, batch] * 2
     expected = [output_of(one, model.generate(**one, max_new_tokens=MANY, do_sample=False)) for one in inputs]

@@ -97,11 +97,11 @@ def test_attention_that_is_scaled_by_place_is_refused() -> None:
 
 
 def test_a_probe_of_one_picture_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.transformers_hook import run
+    from lookahead.transformers_hook import backends
 
     probed = []
-    probe = run.probe_start
-    monkeypatch.setattr(run, "probe_start", lambda *args: probed.append(args) or probe(*args))
+    probe = backends.probe_start
+    monkeypatch.setattr(backends, "probe_start", lambda *args: probed.append(args) or probe(*args))
     model = model_of("qwen2_vl")
     for rows in ([0], [1], [0]):
         model.generate(**inputs_of("qwen2_vl", rows), **NEW, do_sample=False, custom_generate=decoding())

@@ -52,12 +52,21 @@ def test_assistant_model(llama: Any, prompt: dict[str, Any]) -> None:
     refused(llama, prompt, "assistant_model", assistant_model=llama)
 
 
-@pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static", "sliding_window"])
-def test_cache_implementation(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("quantized", "rounds K/V"),
+        ("offloaded", "in the memory of the CPU"),
+        ("offloaded_static", "in the memory of the CPU"),
+        ("offloaded_hybrid", "in the memory of the CPU"),
+        ("of tomorrow", "is not a cache that lookahead decoding knows"),
+    ],
+)
+def test_cache_implementation(name: str, says: str) -> None:
     """`generate` itself wants a package for the first before it ever calls us."""
     config = GenerationConfig(use_cache=True)
     config.cache_implementation = name
-    with pytest.raises(ValueError, match=f"cache_implementation='{name}'"):
+    with pytest.raises(ValueError, match=f"cache_implementation='{name}' .*{says}.*; leave it out, or leave out"):
         refuse_unsupported(config, Dropped())
 
 
@@ -83,7 +92,15 @@ def test_model_arguments(both: Any, llama: Any, gpt2: Any, prompt: dict[str, Any
 def test_token_types_that_differ_between_the_rows_are_refused(gpt2: Any) -> None:
     inputs = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
     both_kinds = torch.tensor([[1, 1, 1], [2, 2, 2]])
-    refused(gpt2, inputs, "token_type_ids", token_type_ids=both_kinds)
+    says = r"token_type_ids ends in different values for the rows of the batch \(\[1, 2\]\)"
+    refused(gpt2, inputs, says, token_type_ids=both_kinds)
+
+
+def test_token_types_that_differ_before_the_end(both: Any, gpt2: Any) -> None:
+    """New tokens are of the last one's type."""
+    inputs = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    for kinds in ([[1, 2, 1], [2, 2, 1]], [[0, 0, 0], [3, 0, 0]]):
+        both(gpt2, {**inputs, "token_type_ids": torch.tensor(kinds)}, max_new_tokens=12).same()
 
 
 def test_model_argument_that_is_none(both: Any, gpt2: Any) -> None:
@@ -126,6 +143,19 @@ def test_training_mode_hears_eval() -> None:
     model = tiny("Llama", attention_dropout=0.5).train()
     with pytest.raises(ValueError, match=r"training mode.*call model\.eval\(\)"):
         model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+
+
+def test_gradient_checkpointing(both: Any) -> None:
+    """In training mode it turns the cache off, also without dropout; in eval mode it does nothing."""
+    model = tiny("Llama")
+    model.gradient_checkpointing_enable()
+    both(model, {"input_ids": torch.tensor([[5, 9]])}, max_new_tokens=4, pad_token_id=0).same()
+    model.train()
+    says = r"training mode with gradient checkpointing.*model\.eval\(\) or model\.gradient_checkpointing_disable\(\)"
+    with pytest.raises(ValueError, match=says):
+        model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+    model.gradient_checkpointing_disable()
+    both(model, {"input_ids": torch.tensor([[5, 9]])}, max_new_tokens=4, pad_token_id=0).same()
 
 
 def test_logits_that_are_not_finite_are_named() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin
+from transformers.cache_utils import StaticLayer
 
 from lookahead.models.facts import UnsupportedModelError, attention_scale_start, first_line, kind_of, refusal
 
@@ -26,6 +27,11 @@ def check_supported(model: Any) -> None:
     def refuse(reason: str) -> None:
         raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
 
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        refuse(
+            "it is in training mode with gradient checkpointing, which turns the K/V cache off; call model.eval() or "
+            "model.gradient_checkpointing_disable()"
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; lookahead decodes causal language models")
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -91,7 +97,7 @@ def cached_shapes(cache: Any, kind: str, length: int) -> list[tuple[torch.Tensor
     shapes = []
     for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        holds_all = length == 1 or type(layer).__name__ == "DynamicLayer"
+        holds_all = type(layer).__name__ == "DynamicLayer" or (length == 1 and not isinstance(layer, StaticLayer))
         if keys is None or values is None or keys.dim() != 4 or (holds_all and keys.shape[2] != length):
             reason = f"a {type(layer).__name__} holds no keys and values per token"
             raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")

@@ -15,6 +15,7 @@ import typer
 
 from lookahead.cli import bench, chat, env, generate, pull, serve, tune
 from lookahead.cli.common import DEVICE_LOST, Host, Verbs
+from lookahead.cli.quiet import quiet_torchao
 from lookahead.machine import package_version
 
 __all__ = ["app", "main"]
@@ -56,6 +57,7 @@ def root(
 
 def main(args: Sequence[str] | None = None) -> None:
     """The entry point. `args` defaults to the command line's."""
+    quiet_torchao()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # do not fail on a character that the terminal cannot show
             stream.reconfigure(errors="replace")

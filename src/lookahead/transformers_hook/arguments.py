@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from lookahead.models.facts import PositionLimit, position_limit
 from lookahead.transformers_hook.dropped import Dropped
 
 REFUSED_MODES = {
@@ -23,8 +24,9 @@ REFUSED_MODES = {
     ),
 }  # fmt: skip
 """Mode -> its name in messages, and the GenerationConfig fields that select it."""
-CACHES = (None, "dynamic", "static")
-"""Values of `cache_implementation` that have no effect here, since K/V are in our own buffer."""
+CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Supported values of `cache_implementation`: they choose the cache that is returned. While decoding, K/V are in our
+own buffer. The last three are old names of transformers for "static"."""
 PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels"}
 """Model arguments of prompts that any backend can run. `generate` never forwards `labels`."""
 
@@ -46,10 +48,13 @@ def refuse_unsupported(config: Any, dropped: Dropped) -> None:
             "pass use_cache=True"
         )
     if config.cache_implementation not in CACHES:
-        raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} is not supported with lookahead decoding, which "
-            "keeps K/V in a buffer of its own; leave it out"
-        )
+        name = config.cache_implementation
+        why = "is not a cache that lookahead decoding knows"
+        if "offloaded" in name:
+            why = "keeps K/V in the memory of the CPU, and lookahead decoding keeps them all on the model's device"
+        elif name == "quantized":
+            why = "rounds K/V, and lookahead decoding keeps them as they are, which changes the text"
+        raise ValueError(f"cache_implementation={name!r} {why}; leave it out, or leave out custom_generate")
     if dropped.synced_gpus:
         raise ValueError("synced_gpus=True: ranks that take different numbers of steps cannot be kept in step")
 
@@ -130,3 +135,23 @@ def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
     width = min(given.shape[1], usual.shape[1])
     mask = batch.mask[:, -width:]
     return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])
+
+
+def limit_of(config: Any, lengths: Sequence[int], room: int, further: int) -> PositionLimit:
+    """The position limit of a call. Raises ValueError if the call certainly exceeds it, or may exceed a hard one.
+
+    `config` is the model's; `lengths` are those of the prompts, `room` is the most tokens that may follow, and
+    `further` the most by which a token's position exceeds its index.
+    """
+    limit = position_limit(config.get_text_config(decoder=True))
+    if limit.positions is None:
+        return limit
+    most, longest = limit.positions - further, max(lengths)
+    if limit.hard and longest + room - 1 > most:
+        raise ValueError(
+            f"model type {config.model_type!r} can be decoded exactly up to {most} "
+            f"positions ({limit.reason}), and {longest + room - 1} are requested; lower max_new_tokens"
+        )
+    if longest > most:
+        raise ValueError(f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt")
+    return replace(limit, positions=most)

@@ -12,6 +12,7 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
+from lookahead.models.facts import chunks, sliding_windows
 from lookahead.transformers_hook.arguments import Batch
 
 PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -31,7 +32,13 @@ def check_cache(cache: Any, batch_size: int) -> None:
     plain = {getattr(cache_utils, name) for name in PLAIN_LAYERS}
     layers: list[Any] = getattr(cache, "layers", [])
     others = [layer for layer in layers if type(layer) not in plain]
-    if not isinstance(cache, cache_utils.Cache) or others or getattr(cache, "offloading", False):
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} with offloading=True, which keeps K/V in the memory of the "
+            "CPU, and lookahead decoding keeps them all on the model's device; make it without offloading, or leave "
+            "out custom_generate"
+        )
+    if not isinstance(cache, cache_utils.Cache) or others:
         kind = type(others[0] if others else cache).__name__
         raise ValueError(
             f"past_key_values with a {kind} cannot be used with lookahead decoding; use a DynamicCache or a StaticCache"
@@ -78,12 +85,7 @@ def extend(
     cache = of_decoder(cache)
     without_id = batch.mask.shape[1] - batch.input_ids.shape[1]
     total = without_id + ids.shape[1]
-    for layer in cache.layers:
-        if type(layer) is cache_utils.StaticLayer and total > layer.max_cache_len:
-            raise ValueError(
-                f"past_key_values has room for {layer.max_cache_len} tokens, and {total} are needed; make a "
-                "larger StaticCache, or use a DynamicCache"
-            )
+    _check_room(cache, total, backend.model.config.get_text_config(decoder=True))
     if total == batch.past:  # the first token after embeddings ended the text: nothing was decoded
         return
     # 2. The K/V of all tokens of every sequence.
@@ -110,6 +112,20 @@ def extend(
         if copies > 1:
             keys, values = (part.repeat_interleave(copies, dim=1) for part in (keys, values))
         cache.update(keys, values, index)
+
+
+def _check_room(cache: Any, total: int, config: Any) -> None:
+    """Refuse a static cache that cannot hold `total` tokens, or the last ones that a sliding window or chunk sees: one
+    made for fewer tokens than the window holds fewer."""
+    seen = {*sliding_windows(config).values(), *chunks(config).values()}
+    for layer in cache.layers:
+        static = isinstance(layer, cache_utils.StaticLayer)
+        slides = static and layer.is_sliding and layer.max_cache_len in seen
+        if static and not slides and total > layer.max_cache_len:
+            raise ValueError(
+                f"past_key_values has room for {layer.max_cache_len} tokens, and {total} are needed; make a "
+                "larger StaticCache, or use a DynamicCache"
+            )
 
 
 def complete(

@@ -18,7 +18,7 @@ from lookahead.backends.failures import clear_errors
 from lookahead.backends.support import check_supported
 from lookahead.config import UNCHANGED, LookaheadConfig, SamplingParams, given_fields, reject_unknown
 from lookahead.stats import Stats
-from lookahead.transformers_hook import output_collector
+from lookahead.transformers_hook import facts, output_collector
 from lookahead.transformers_hook.arguments import refuse_unsupported
 from lookahead.transformers_hook.dropped import Dropped, recover_dropped, warn_if_dropped
 from lookahead.transformers_hook.rules import BatchRules
@@ -135,6 +135,9 @@ class Decoding:
                 output = run.decode(self.config, rules, streamer)
             self.stats, self.used = [sequence.stats for sequence in run.sequences], run.used
             return output
+        except BaseException:
+            facts.remove_adapter_hooks(model.modules())
+            raise
         finally:
             if streamer is not None:
                 streamer.end()

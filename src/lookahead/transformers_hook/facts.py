@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
@@ -16,6 +17,8 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.models.patches import global_hooks, patch_of
+
+logger = logging.getLogger("lookahead")
 
 
 @dataclass
@@ -48,6 +51,12 @@ class ModelFacts:
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)
+
+    def log_once(self, line: str) -> None:
+        """Log a line, once per model."""
+        if line not in self.logged:
+            self.logged.add(line)
+            logger.warning(line)
 
 
 known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
@@ -140,10 +149,26 @@ def adapters_of(module: Any) -> tuple[Any, ...]:
     return (*active, module.disable_adapters) if isinstance(active, list) else ()
 
 
+def adapter_hooks(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, int, dict[str, Any]]]:
+    """The hooks that PEFT adds for one call with `adapter_names` or for an activated LoRA: module, id and arguments."""
+    for module in modules:
+        for id, hook in list(module._forward_pre_hooks.items()):
+            given = getattr(hook, "keywords", {})
+            if given.get("alora_offsets") is not None or given.get("adapter_names") is not None:
+                yield module, id, given
+
+
+def remove_adapter_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Remove the hooks of a call that fails. PEFT does so only after calls that go well, and the next call would run
+    with this call's adapters."""
+    for module, id, _ in adapter_hooks(modules):
+        module._forward_pre_hooks.pop(id, None)
+        module._forward_pre_hooks_with_kwargs.pop(id, None)
+
+
 def check_adapters(modules: Iterable[torch.nn.Module], batch_size: int) -> None:
     """Refuse adapters that PEFT applies to certain rows or tokens of a pass: our passes have other rows."""
-    for hook in [hook for module in modules for hook in module._forward_pre_hooks.values()]:
-        given = getattr(hook, "keywords", {})
+    for _, _, given in adapter_hooks(modules):
         if given.get("alora_offsets") is not None:
             raise ValueError(
                 "an activated LoRA adapter counts the tokens of a pass to know where it begins, and a tree of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from lookahead.backends.support import FAILURES
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError, first_line, refusal
 from lookahead.models.patches import patch_of
+from lookahead.transformers_hook.cache_state import growing_copy
 from lookahead.transformers_hook.prompt import Start
 
 
@@ -89,7 +89,7 @@ def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -
 
 def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
     """Per token, the logits [B, V] of `generate`'s own single-token passes, on a copy of the cache."""
-    ids, kwargs = start.ids, {**start.kwargs, "past_key_values": copy.deepcopy(start.cache)}
+    ids, kwargs = start.ids, {**start.kwargs, "past_key_values": growing_copy(start.cache, model)}
     logits = []
     for token in tokens:
         ids = torch.cat([ids, ids.new_full((len(ids), 1), token)], dim=1)

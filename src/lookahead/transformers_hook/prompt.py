@@ -120,27 +120,15 @@ def is_empty(value: Any) -> bool:
 def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Start:
     """Run the prompt [B, L] through the model's own preparation. `config` is the call's GenerationConfig.
 
-    A given cache gets the prompt's K/V; they are removed if the call is refused.
+    A given cache gets the prompt's K/V.
     """
     if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         config = copy.copy(config)
         config.prefill_chunk_size = None  # `generate` can chunk only ids
-    given = model_kwargs.get("past_key_values")
-    past = 0 if given is None else int(given.get_seq_length())
     outputs = model._prefill(input_ids, config, kwargs := dict(model_kwargs))
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
-    try:
-        return _start(model, input_ids, logits, kwargs, outputs)
-    except ValueError:
-        restore_cache(given, past)
-        raise
-
-
-def restore_cache(cache: Any, length: int) -> None:
-    """Crop a given cache to its first `length` tokens if it supports that: a refused call must not change it."""
-    if cache is not None and all(type(layer).__name__ == "DynamicLayer" for layer in caches.of_decoder(cache).layers):
-        cache.crop(length - int(cache.get_seq_length()))
+    return _start(model, input_ids, logits, kwargs, outputs)
 
 
 def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any], output: Any) -> Start:
@@ -191,8 +179,14 @@ def _arguments_of(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if name in unread or is_empty(value):
             continue
         per_token = isinstance(value, torch.Tensor) and value.dim() == 2 and (value.shape[1] == 1 or name in UNCUT)
-        if per_token and value[:, -1].unique().numel() == 1:
+        values = value[:, -1].unique().tolist() if per_token else []
+        if len(values) == 1:
             arguments[name] = value[0, -1]
+        elif values:
+            raise ValueError(
+                f"{name} ends in different values for the rows of the batch ({values}), which go on with the new "
+                "tokens; call generate once for the rows of each value"
+            )
         elif isinstance(value, bool | int | float | str):
             arguments[name] = value
         else:
@@ -203,12 +197,21 @@ def _arguments_of(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def check_hidden(model: Any, start: Start) -> None:
-    """Refuse masked positions after a token if a layer has a sliding window, which counts them."""
-    mask, config = start.batch.mask.long(), model.config.get_text_config(decoder=True)
-    behind = bool((mask.diff(dim=1) < 0).any())
-    if behind and (any(sliding_windows(config).values()) or chunks(config)):
-        raise ValueError(
-            f"model type {kind_of(model)!r} has a sliding window, which counts the positions that attention_mask hides "
-            "after a token; set the tokenizer's padding_side='left'"
-        )
+def check_hidden(model: Any, start: Start, given: torch.Tensor) -> None:
+    """Refuse masked positions after a token if a layer has a sliding window, which counts them. `given` [B, T] is the
+    call's mask, before the model put virtual tokens in front of it."""
+    config = model.config.get_text_config(decoder=True)
+    if not _hides_behind(start.batch.mask) or not (any(sliding_windows(config).values()) or chunks(config)):
+        return
+    window = f"model type {kind_of(model)!r} has a sliding window, which counts the positions that attention_mask hides"
+    if _hides_behind(given):
+        raise ValueError(f"{window} after a token; set the tokenizer's padding_side='left'")
+    raise ValueError(
+        f"{window}, and the adapter's virtual tokens are in front of the padding; call generate for prompts of equal "
+        "length, which need no padding"
+    )
+
+
+def _hides_behind(mask: torch.Tensor) -> bool:
+    """Whether a mask [B, T] hides a position after a token."""
+    return bool((mask.long().diff(dim=1) < 0).any())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
-from weakref import proxy
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -21,35 +17,23 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
-from lookahead.backends.choose import graph_backend, graph_or_eager
-from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
-from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kv import MOST_SHIFT
-from lookahead.backends.graph.planner import LAZY_CAPTURE
-from lookahead.backends.probe import probe
 from lookahead.backends.sampling import top_tokens
-from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
-from lookahead.loading.bigrams import bigrams
 from lookahead.loading.fitting import fitted
-from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of, position_limit
-from lookahead.models.read import read
+from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of
 from lookahead.transformers_hook import caches, facts, output_collector
-from lookahead.transformers_hook.arguments import check_prompt, is_plain
+from lookahead.transformers_hook.arguments import check_prompt, is_plain, limit_of
+from lookahead.transformers_hook.backends import Backends
+from lookahead.transformers_hook.cache_state import restored_on_error
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
-from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
-from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_library, is_usual, restore_cache, run_prompt
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_of_library, is_usual, run_prompt
 from lookahead.transformers_hook.rules import BatchRules
-
-logger = logging.getLogger("lookahead")
-
-BIGRAMS_CALL, BIGRAMS_SECONDS = 3, 4.0
-"""The model's bigrams are computed after this many calls, if that takes at most this many seconds."""
 
 
 class Run:
@@ -63,79 +47,31 @@ class Run:
         model_kwargs: dict[str, Any],
         backend: str = "auto",
     ) -> None:
-        self.model, self.wants, self.kwargs, self._backend_name = model, generation_config, model_kwargs, backend
+        self.model, self.wants, self.kwargs = model, generation_config, model_kwargs
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
         caches.check_cache(self.cache, len(input_ids))
-        self._modules = facts.modules_of(model)
-        facts.check_adapters(self._modules, len(input_ids))
+        modules = facts.modules_of(model)
+        facts.check_adapters(modules, len(input_ids))
         self.outputs = output_collector.requested_outputs(generation_config)
         output_collector.check_outputs(model, self.outputs)
-        self.facts = facts.of(model, self._modules)
+        self.facts = facts.of(model, modules)
+        self._backends = Backends(model, modules, self.facts, backend)
         self.sequences: list[DecodingSequence] = []
         self.collector: output_collector.OutputCollector | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
         self._left: dict[DecodingSequence, Layers] = {}
         self._begin = perf_counter()
 
-    def _graph(self) -> GraphBackend:
-        """The graph backend of earlier calls, unless a weight has been replaced since."""
-        if self.model.training:
-            raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
-        if self.facts.graph is None:
-            read(self.model, "graph")  # refuse it before taking the lock
-        # Tensors that become the model's parameters must support training.
-        with self.facts.turn, torch.inference_mode(False):
-            kept, addresses = self.facts.graph, facts.weight_addresses(self._modules)
-            if kept is None or addresses != self.facts.addresses or self.facts.computed_weights:
-                if kept is None or not kept.reads_weights_of(self.model):
-                    # A script may call once or twice, with a prompt of another length each time. A cache that it gave
-                    # gets all K/V.
-                    kept = self._new_graph()
-                    self.facts.computed_weights = kept.has_computed_weights
-                    kept.model = proxy(self.model)  # so that the facts do not keep the model alive
-                    self.facts.graph = kept
-                self.facts.addresses = facts.weight_addresses(self._modules)
-            batch_size, tokens = self.batch.mask.shape
-            # With backend="graph" try anyway: an answer may end before the pages run out.
-            with nullcontext() if self._backend_name == "auto" else suppress(UnsupportedModelError):
-                kept.check_room(batch_size, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
-        return kept
-
-    def _new_graph(self) -> GraphBackend:
-        """A graph backend for this call and the next ones. Kernels that did not compile once are not tried again."""
-        if self.facts.broken is not None:
-            raise UnsupportedModelError(self.facts.broken)
-        try:
-            made = graph_backend(self.model, capture_after=LAZY_CAPTURE, drop_pages=False, adopts_prompts=True)
-            return cast(GraphBackend, made)
-        except CompilerError as error:
-            self.facts.broken = str(error)
-            raise
-
-    def _eager(self, start: Start, config: LookaheadConfig | None) -> EagerBackend:
-        """An eager backend for this call. The model is probed unless an earlier call had the same form."""
-        shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
-        backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
-        usual = start.plain and start.has_positions
-        form = () if usual else start.form
-        widest = (config or LookaheadConfig()).budget
-        lengths = set() if self.facts.patch is None else lengths_of(widest, start.batch.past - self.batch.past)
-        with facts.probing:
-            if form not in self.facts.probed:
-                if usual:
-                    probe(EagerBackend(self.model, probed=False, shapes=shapes), lengths)
-                else:
-                    probe_start(backend, start)
-                self.facts.probed[form] = lengths if usual else set()
-            if further := lengths - self.facts.probed[form]:
-                probe_lengths(backend, start, further)
-                self.facts.probed[form] |= further
-        return backend
-
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
-        self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
-        graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None, self._log_once)
+        """Decode. If the call is refused or fails, a given cache is as it was."""
+        with restored_on_error(self.cache):
+            return self._decode_on_backend(config, rules, streamer)
+
+    def _decode_on_backend(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
+        length, (batch_size, tokens) = self.batch.input_ids.shape[1], self.batch.mask.shape
+        self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - length))
+        graph = self._backends.graph_or_none(batch_size, tokens + max(0, self.wants.max_length - length))
         if graph is None:
             return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
@@ -150,15 +86,10 @@ class Run:
     def _decode_after(
         self, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules, streamer: Any
     ) -> Any:
-        """Run the prompt as `generate` does, then decode. If the call is refused, a given cache is as it was."""
-        given, past = self.kwargs.get("past_key_values"), self.batch.past
+        """Run the prompt as `generate` does, then decode."""
         start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
-        try:
-            check_hidden(self.model, start)
-            engine = self._set_up_after(start, graph, config, rules)
-        except ValueError:
-            restore_cache(given, past)
-            raise
+        check_hidden(self.model, start, self.batch.mask)
+        engine = self._set_up_after(start, graph, config, rules)
         return self._decode(engine, start.logits, None, rules, streamer)
 
     def _set_up_after(
@@ -177,10 +108,10 @@ class Run:
                 f"the graph backend cannot continue from this prompt, since model type {kind_of(self.model)!r} "
                 "counts positions or takes arguments in its own way"
             )
-            if self._backend_name == "graph":
+            if self._backends.name == "graph":
                 raise UnsupportedModelError(f"{reason}; use backend='auto'")
-            self._log_once(f"note: {reason}; the eager backend runs it")
-        eager = self._eager(start, config)
+            self.facts.log_once(f"note: {reason}; the eager backend runs it")
+        eager = self._backends.eager(start, self.batch.past, config)
         self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
         if self.outputs:
             self.collector = output_collector.OutputCollector(eager, start.batch, start.output, self.outputs)
@@ -199,19 +130,7 @@ class Run:
         return Engine(backend, budget)
 
     def _learn_bigrams(self, nodes: int) -> None:
-        """Give the memory the model's bigrams: in the first call those on disk, later they are computed. A script that
-        calls once or twice would not gain what that takes. The prefix is the end of a prompt: the hook knows no
-        tokenizer, and prompts often end in a line break."""
-        call, self.facts.graph_calls = self.facts.graph_calls, self.facts.graph_calls + 1
-        if self.facts.memory.bigrams is not None or call not in (0, BIGRAMS_CALL):
-            return
-        prompt = self.batch.tokens(0)
-        begin = self.model.generation_config.bos_token_id
-        prefix = [*([begin] if begin is not None and prompt[0] == begin else []), prompt[-1]]
-        limit = BIGRAMS_SECONDS if call else 0.0
-        with suppress(MemoryError, torch.OutOfMemoryError):
-            top = bigrams(self.backend, prefix, nodes, cache_dir(), logger.info, limit)
-            self.facts.memory.set_bigrams(top)
+        self._backends.learn_bigrams(self.backend, self.batch.tokens(0), nodes)
 
     def _decode(
         self,
@@ -290,13 +209,7 @@ class Run:
 
     def _exact(self, config: LookaheadConfig) -> LookaheadConfig:
         """The config limited to what the backend runs exactly. Changes are logged."""
-        return exact_config(config, self.backend, self._log_once)
-
-    def _log_once(self, line: str) -> None:
-        """Log a line, once per model."""
-        if line not in self.facts.logged:
-            self.facts.logged.add(line)
-            logger.warning(line)
+        return exact_config(config, self.backend, self.facts.log_once)
 
     def _noise(self, graph: GraphBackend, rules: BatchRules) -> StepNoise | None:
         """Noise for sampling inside the graph backend's steps, for one sequence with supported processors; else
@@ -314,26 +227,9 @@ class Run:
         return self.backend.capabilities.name
 
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
-        """The position limit of this call. Raises ValueError if the call certainly exceeds it, or may exceed a hard
-        one.
-
-        `lengths` are those of the prompts, and `room` the most tokens that may follow.
-        """
-        limit = position_limit(self.model.config.get_text_config(decoder=True))
-        if limit.positions is None:
-            return limit
+        """The position limit of this call, less the tokens by which positions exceed indices."""
         further = max((max(offset, default=0) for offset in self._offsets), default=0)
-        most, longest = limit.positions - max(0, further), max(lengths)  # positions may exceed token indices
-        if limit.hard and longest + room - 1 > most:
-            raise ValueError(
-                f"model type {self.model.config.model_type!r} can be decoded exactly up to {most} "
-                f"positions ({limit.reason}), and {longest + room - 1} are requested; lower max_new_tokens"
-            )
-        if longest > most:
-            raise ValueError(
-                f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt"
-            )
-        return replace(limit, positions=most)
+        return limit_of(self.model.config, lengths, room, max(0, further))
 
     def _sequences(self, config: LookaheadConfig, rules: BatchRules) -> list[DecodingSequence]:
         prompts = [self.batch.tokens(batch_index) for batch_index in range(len(self.batch.input_ids))]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from lookahead.backends.batched import is_excess
 from lookahead.backends.cpu.cells import BLOCK, Integers, blocks_for
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -56,12 +57,22 @@ class KVBuffer:
             return
         if blocks > self.blocks:
             blocks = max(blocks, self.blocks + self.blocks // 4)
-        old = list(self.tensors())
-        keep_sequences, keep_blocks = self.sequences, self.blocks
-        self.sequences, self.blocks = max(sequences, keep_sequences), max(blocks, keep_blocks)
-        self._pairs = self._empty(self.sequences, self.blocks)
-        for new, before in zip(self.tensors(), old, strict=True):
-            new[:, :keep_sequences, :keep_blocks] = before
+        self._resize(max(sequences, self.sequences), max(blocks, self.blocks))
+
+    def shrink(self, sequences: int, tokens: int) -> None:
+        """Free memory that this number of sequences of up to `tokens` tokens leaves unused, if it is much."""
+        held, blocks = sum(tensor.nbytes for tensor in self.tensors()), blocks_for(tokens)
+        if held and is_excess(held, held // (self.sequences * self.blocks) * sequences * blocks):
+            self._resize(sequences, blocks)
+
+    def _resize(self, sequences: int, blocks: int) -> None:
+        """Have memory of this size, with what fits of the content."""
+        old, pairs = self._pairs, self._empty(sequences, blocks)
+        kept = slice(min(sequences, self.sequences)), slice(min(blocks, self.blocks))
+        for shape, pair in pairs.items():
+            for new, before in zip(pair, old[shape], strict=True):
+                new[:, kept[0], kept[1]] = before[:, kept[0], kept[1]]
+        self._pairs, self.sequences, self.blocks = pairs, sequences, blocks
 
     def move(self, sequence: int, source: Integers, target: Integers) -> None:
         """Copy a sequence's tokens in the cells `source` to its cells `target`."""

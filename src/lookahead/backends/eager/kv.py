@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from lookahead.backends.batched import is_excess
+
 BLOCK = 256
 """Buffers grow in blocks of this many tokens, and by at least half their size."""
 
@@ -48,11 +50,18 @@ class KVBuffer:
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
                 # Tensors that grew before memory ran out stay larger.
-                wide, long = max(sequences, old.shape[1]), max(capacity, old.shape[3])
-                new = old.new_zeros(old.shape[0], wide, old.shape[2], long, old.shape[4])
-                new[:, : old.shape[1], :, : old.shape[3]] = old
-                tensors[i] = new
+                tensors[i] = _resized(old, max(sequences, old.shape[1]), max(capacity, old.shape[3]))
         self.sequences, self.capacity = sequences, capacity
+
+    def shrink(self, sequences: int, tokens: int) -> None:
+        """Free memory that this number of sequences of up to `tokens` tokens leaves unused, if it is much."""
+        held = sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        capacity = (tokens + BLOCK - 1) // BLOCK * BLOCK
+        if not held or not is_excess(held, held // (self.sequences * self.capacity) * sequences * capacity):
+            return
+        self.sequences, self.capacity = sequences, capacity
+        for tensors in (self.keys, self.values):
+            tensors[:] = [_resized(old, sequences, capacity) for old in tensors]
 
     @property
     def layers(self) -> int:
@@ -99,6 +108,14 @@ class KVBuffer:
         """Copy the first `length` tokens at index `source` to index `target`."""
         for tensor in (*self.keys, *self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+
+def _resized(old: torch.Tensor, sequences: int, capacity: int) -> torch.Tensor:
+    """[layers, sequences, heads, capacity, dim] with what fits of the old content, and zeros behind it."""
+    new = old.new_zeros(old.shape[0], sequences, old.shape[2], capacity, old.shape[4])
+    kept = old[:, :sequences, :, :capacity]
+    new[:, : kept.shape[1], :, : kept.shape[3]] = kept
+    return new
 
 
 class StepCache(Cache):
