@@ -53,6 +53,7 @@ def test_the_page_of_the_results_here() -> None:
     assert "No requests had the prompt of an earlier one" in page.notes[1]
 
 
+@pytest.mark.slow
 def test_a_short_load(model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings)
     order: dict[str, Any] = {"streams": [1, 2], "rates": [20], "tokens": 6, "turns": 1, "seconds": 1.5}

@@ -181,6 +181,7 @@ def test_nothing_is_lost_or_made_whatever_the_code(page: Any) -> None:
     assert page.evaluate(CHECK, [texts, LANGUAGES.split(" ")]) == []
 
 
+@pytest.mark.slow
 def test_long_lines_take_no_longer_than_their_length(page: Any) -> None:
     """A reader that goes back for each of these would need minutes."""
     length = 100_000
@@ -188,6 +189,7 @@ def test_long_lines_take_no_longer_than_their_length(page: Any) -> None:
     assert page.evaluate(TIMES, [lines, LANGUAGES.split(" ")]) < 5_000
 
 
+@pytest.mark.slow
 def test_a_block_that_streams_is_drawn_line_by_line(page: Any) -> None:
     lines = [f'    value_{number} = call({number}, "text")  # note\n' for number in range(150)]
     parts = ["```py", "thon\n", *lines, "``", "`\n", "The end."]

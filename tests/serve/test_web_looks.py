@@ -14,7 +14,7 @@ from http_server import Running
 
 SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
 LOOKS = [
-    pytest.param(("wide", "light"), id="wide-light"),
+    pytest.param(("wide", "light"), id="wide-light", marks=pytest.mark.slow),
     pytest.param(("phone", "dark"), id="phone-dark"),
     pytest.param(("wide", "dark"), id="wide-dark", marks=pytest.mark.slow),
     pytest.param(("phone", "light"), id="phone-light", marks=pytest.mark.slow),

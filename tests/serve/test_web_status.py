@@ -92,6 +92,7 @@ def test_a_history_of_rates_and_medians(page: Any) -> None:
     assert long["kept"] < 310
 
 
+@pytest.mark.slow
 def test_charts_percentiles_and_bars_of_one_scale(page: Any) -> None:
     readings = iter([metrics(100, (1, 0, 0)), metrics(160, (1, 8, 0))])
     last = metrics(160, (1, 8, 0))
@@ -123,6 +124,7 @@ def test_charts_percentiles_and_bars_of_one_scale(page: Any) -> None:
     assert title.startswith("successors: the model's top tokens")
 
 
+@pytest.mark.slow
 def test_the_server_is_asked_only_while_the_status_is_shown(page: Any) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/metrics") else None)

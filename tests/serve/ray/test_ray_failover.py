@@ -122,7 +122,7 @@ def with_ingress(
         app = make_app(remote, ServeSettings(**settings), partial(IngressService, reports=None, process="ingress"))
         service = app.state.service
         await super(IngressService, service).start()  # without the reports
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             found = await test(client, handle, service)
         assert not service.replies
         if tasks := list(service.client._tasks.values()):  # a sequence's stream ends a moment after its last chunk
