@@ -225,6 +225,9 @@ def test_half_precision_and_short_contexts_limit_the_budget() -> None:
     assert max(one.config.budget for one in all_candidates(curve(flat), half=True)) == 128
     assert max(one.config.budget for one in all_candidates(curve(flat), 256)) <= 64
     assert [one.config.budget for one in all_candidates(curve(flat), 2)] == [1]
+    widths = {one.config.window for one in all_candidates(curve(flat), bigrams=True) if one.name.startswith("default")}
+    assert widths == {0}  # as `load` makes the default there
+    assert {5} < {one.config.window for one in all_candidates(curve(flat)) if one.name.startswith("default")}
     exact = all_candidates(curve(steep), nodes=33)
     assert max(one.config.budget for one in exact) == 33
     assert [one.name for one in exact if one.kind == FITTED] == ["default K<=33, fitted"]

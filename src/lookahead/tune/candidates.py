@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.algorithm.budget import fit_config, weighing_curve, without_cost
+from lookahead.algorithm.budget import fit_config, for_bigrams, weighing_curve, without_cost
 from lookahead.algorithm.cost import CostCurve
 from lookahead.config import LookaheadConfig
 
@@ -50,12 +50,13 @@ def all_candidates(
     half: bool = False,
     nodes: int | None = None,
     depth: int | None = None,
+    bigrams: bool = False,
 ) -> list[Candidate]:
     """Autoregressive, prompt lookup, the paper's (W, N, G), and the default sources by budget, whole and fitted.
 
     *Fitted* is what `load()` makes of the default: each step takes the guesses worth their time. Where steps cost
     nearly nothing that is the whole budget. `nodes` and `depth` are the backend's `exact_nodes` and
-    `exact_depth`: larger steps are not offered.
+    `exact_depth`: larger steps are not offered. With the model's `bigrams` the default has no window.
     """
     most = min(nodes or (HALF_BUDGET if half else BUDGETS[-1]), (context or 1 << 30) // 4, BUDGETS[-1])
     table = cost.table(BUDGETS[-1])
@@ -66,14 +67,15 @@ def all_candidates(
     for window, ngram in SHAPES:
         config = LookaheadConfig.paper(window, ngram, window, prompt=True)
         found.append(Candidate(f"paper W={window} N={ngram} G={window}", PAPERS, config))
-    whole = {budget: without_cost(LookaheadConfig().adapted(budget=budget)) for budget in BUDGETS}
+    default = for_bigrams(LookaheadConfig()) if bigrams else LookaheadConfig()
+    whole = {budget: without_cost(default.adapted(budget=budget)) for budget in BUDGETS}
     found += [Candidate(f"default K={budget}", FILLED, config) for budget, config in whole.items()]
     fitted = set[int]()
     for budget in FITTED_BUDGETS:
         # A larger budget is another config only where its steps are affordable.
         if budget == FITTED_BUDGETS[0] or table[budget // 2 - 1] <= 2.5 * table[0]:
             largest = min(budget, nodes or budget)
-            config = fit_config(LookaheadConfig().adapted(budget=largest), cost)
+            config = fit_config(default.adapted(budget=largest), cost)
             if weighing_curve(config) is not None and largest not in fitted:
                 fitted.add(largest)
                 found.append(Candidate(f"default K<={largest}, fitted", FITTED, config))

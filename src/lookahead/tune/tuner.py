@@ -110,7 +110,14 @@ class Tuner:
         self.cost, self.table = cost, cost.table(BUDGETS[-1])
         half = backend.dtype in (torch.bfloat16, torch.float16)
         limits = backend.capabilities
-        self.candidates = all_candidates(cost, context, half=half, nodes=limits.exact_nodes, depth=limits.exact_depth)
+        self.candidates = all_candidates(
+            cost,
+            context,
+            half=half,
+            nodes=limits.exact_nodes,
+            depth=limits.exact_depth,
+            bigrams=model.memory.bigrams is not None,
+        )
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 
