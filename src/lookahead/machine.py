@@ -37,6 +37,20 @@ def cores() -> int:
         return count
 
 
+def available_memory() -> int | None:
+    """Bytes of memory that this process may still take: of the machine, or of its container. None if unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        most, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return found if most == "max" else max(0, min(found, int(most) - int(used)))
+    except (OSError, ValueError):
+        return found
+
+
 def package_version(name: str) -> str | None:
     """The installed version of a distribution, found without importing it."""
     try:

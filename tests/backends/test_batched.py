@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import greedy, root, tiny
+from tiny import greedy, outputs, root, tiny
 
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends import batched
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.config import StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
+from lookahead.machine import available_memory
 
 LONG = [5 + i % 40 for i in range(2000)]
 
@@ -154,3 +160,48 @@ def test_memory_that_cannot_be_had_changes_nothing(name: str, monkeypatch: pytes
             backend._buffer.reserve(64, 4000)
     assert held(backend) == sizes
     assert target(backend, slot) == expected
+
+
+def test_bytes_are_those_of_the_buffer(backend: Any) -> None:
+    for sequences, tokens in ((1, 10), (3, 300), (5, 1000)):
+        backend._buffer.reserve(0, 0)
+        made = MAKERS["eager" if isinstance(backend, EagerBackend) else "cpu"](backend.model)
+        slots = [cache(made, LONG[:20]) for _ in range(sequences - 1)] + [cache(made, LONG[:tokens])]
+        assert len(slots) == sequences
+        assert made._buffer.bytes_for(sequences, tokens) <= held(made)
+        made._buffer.shrink(sequences, tokens)
+        assert held(made) <= 2 * made._buffer.bytes_for(sequences, tokens)
+
+
+def test_sequences_wait_or_are_preempted_beyond_a_limit(backend: Any) -> None:
+    """Texts are those without a limit, and memory stays within it, but for a single long sequence."""
+    prompts, config = [LONG[:40], LONG[3:9], LONG[7:500], LONG[2:30]], LookaheadConfig(window=2, ngram=3, budget=12)
+    expected = outputs(backend, prompts, config)
+    fresh = MAKERS["eager" if isinstance(backend, EagerBackend) else "cpu"](backend.model)
+    fresh.most_bytes = fresh._buffer.bytes_for(1, 560)
+    assert outputs(fresh, prompts, config) == expected
+    most, rules = list[int](), StopRules(24, frozenset(), fresh.max_length)
+    engine = Engine(fresh)
+    for prompt in prompts:
+        engine.submit(Request(DecodingSequence(prompt, config, None, rules)))
+    together = 0
+    while engine.running:
+        engine.step()
+        most.append(held(fresh))
+        together = max(together, len(fresh._index))
+    assert max(most) <= 2 * fresh.most_bytes
+    assert together >= 2  # the short ones run together
+    assert held(fresh) <= fresh.most_bytes
+
+
+def test_a_limit_comes_from_the_free_memory(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.prepare(100, 8)
+    assert backend.most_bytes is None  # a single sequence needs none
+    monkeypatch.setattr(batched, "available_memory", lambda: 3000)
+    backend.prepare(100, 8, sequences=4)
+    assert backend.most_bytes == 1000
+    slot, other = backend.open(), backend.open()
+    assert not backend.reserve(slot, 5000)
+    backend.close(other)
+    assert backend.reserve(slot, 5000)
+    assert (available_memory() or 1) > 0

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from lookahead.backends.base import CacheUse
+from lookahead.machine import available_memory
 
 KEPT_BYTES, EXCESS = 16 << 20, 4
 """A buffer that few sequences use is made smaller if it has more bytes than KEPT_BYTES and EXCESS times what they need.
@@ -37,6 +38,21 @@ class Buffer(Protocol):
         """Copy the first `length` tokens at index `source` to index `target`."""
         ...
 
+    def bytes_for(self, sequences: int, tokens: int) -> int:
+        """The memory that this number of sequences of up to `tokens` tokens needs."""
+        ...
+
+    def fit(self, sequences: int, tokens: int, most_bytes: int) -> None:
+        """If there is no room for this number of sequences of up to `tokens` tokens, and growing as usual would take
+        more than `most_bytes`, have memory for exactly these. What is used must be within them, and is preserved."""
+        ...
+
+
+SHARE = 3
+"""Of the host's memory that is free when a server begins, the K/V may take a third: a buffer that grows is copied."""
+SLACK = 16
+"""Near its limit a buffer grows by one part in so many more than it needs, so that it is not copied each time."""
+
 
 BufferT = TypeVar("BufferT", bound=Buffer)
 
@@ -45,9 +61,13 @@ class BatchedSlots(Generic[BufferT]):
     """The slots of a backend whose buffer grows when a step needs it. They share nothing, and nothing is captured.
 
     `_index` and `_length` are a slot's index into the batch dimension, and its number of cached tokens. `_last` has the
-    slots whose last step is not committed.
+    slots whose last step is not committed. Beyond `most_bytes` of K/V there is room for a single sequence only: others
+    wait, or are preempted. None: no limit.
     """
 
+    most_bytes: int | None = None
+
+    device: torch.device
     _last: Mapping[int, object]
 
     def __init__(self, buffer: BufferT) -> None:
@@ -58,6 +78,7 @@ class BatchedSlots(Generic[BufferT]):
 
     @torch.inference_mode()
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        self._fit(len(self._index) + 1, 1)
         self._buffer.reserve(len(self._index) + 1, 1)  # first: without memory for it, there is no slot
         slot = self._next_slot
         self._next_slot += 1
@@ -86,8 +107,20 @@ class BatchedSlots(Generic[BufferT]):
         return self._length[slot]
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """The buffer grows when a step needs it."""
+        """Whether there is room for `tokens` tokens of the sequence. The buffer grows when a step needs it."""
+        if self.most_bytes is None:
+            return True
+        count, longest = len(self._index), max(tokens, max(self._length.values()))
+        if count > 1 and self._buffer.bytes_for(count, longest) > self.most_bytes:
+            return False
+        self._fit(count, tokens)
         return True
+
+    def _fit(self, sequences: int, tokens: int) -> None:
+        """Near the limit: free what others have left before the buffer grows."""
+        if self.most_bytes is not None and not self._last:  # the K/V of an uncommitted step are behind the lengths
+            longest = max(tokens, max(self._length.values(), default=0))
+            self._buffer.fit(sequences, longest + longest // SLACK, self.most_bytes)
 
     def holds(self) -> int | None:
         return None
@@ -99,5 +132,8 @@ class BatchedSlots(Generic[BufferT]):
         """Nothing is shared between sequences here."""
 
     def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:
-        """Nothing is captured here, so nothing has to be prepared."""
+        """Nothing is captured here. Several sequences get a limit of memory, on a CPU."""
+        free = available_memory() if self.device.type == "cpu" and self.most_bytes is None else None
+        if free is not None and sequences > 1:
+            self.most_bytes = free // SHARE
         return {}

@@ -65,6 +65,18 @@ class KVBuffer:
         if held and is_excess(held, held // (self.sequences * self.blocks) * sequences * blocks):
             self._resize(sequences, blocks)
 
+    def fit(self, sequences: int, tokens: int, most_bytes: int) -> None:
+        """If there is no room for this number of sequences of up to `tokens` tokens, and growing as usual would take
+        more than `most_bytes`, have memory for exactly these."""
+        kept = max(sequences, self.sequences), max(tokens, self.blocks * BLOCK)
+        if kept != (self.sequences, self.blocks * BLOCK) and 3 * self.bytes_for(*kept) // 2 > most_bytes:
+            self._resize(sequences, blocks_for(tokens))
+
+    def bytes_for(self, sequences: int, tokens: int) -> int:
+        """The memory that this number of sequences of up to `tokens` tokens needs."""
+        cell = sum(heads * (2 * dim + 1) for heads, dim in self._shapes.values())
+        return 4 * cell * sequences * blocks_for(tokens) * BLOCK
+
     def _resize(self, sequences: int, blocks: int) -> None:
         """Have memory of this size, with what fits of the content."""
         old, pairs = self._pairs, self._empty(sequences, blocks)

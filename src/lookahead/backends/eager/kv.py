@@ -59,9 +59,25 @@ class KVBuffer:
         capacity = (tokens + BLOCK - 1) // BLOCK * BLOCK
         if not held or not is_excess(held, held // (self.sequences * self.capacity) * sequences * capacity):
             return
+        self._resize(sequences, capacity)
+
+    def fit(self, sequences: int, tokens: int, most_bytes: int) -> None:
+        """If there is no room for this number of sequences of up to `tokens` tokens, and growing as usual would take
+        more than `most_bytes`, have memory for exactly these."""
+        kept = max(sequences, self.sequences), max(tokens, self.capacity)
+        if kept != (self.sequences, self.capacity) and 3 * self.bytes_for(*kept) // 2 > most_bytes:
+            self._resize(sequences, (tokens + BLOCK - 1) // BLOCK * BLOCK)
+
+    def _resize(self, sequences: int, capacity: int) -> None:
         self.sequences, self.capacity = sequences, capacity
         for tensors in (self.keys, self.values):
             tensors[:] = [_resized(old, sequences, capacity) for old in tensors]
+
+    def bytes_for(self, sequences: int, tokens: int) -> int:
+        """The memory that this number of sequences of up to `tokens` tokens needs."""
+        capacity = (tokens + BLOCK - 1) // BLOCK * BLOCK
+        each = [len(one) * one.shape[2] * one.shape[4] * one.element_size() for one in (*self.keys, *self.values)]
+        return sum(each) * sequences * capacity
 
     @property
     def layers(self) -> int:
