@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ from http_server import Running, soon
 
 from lookahead.backends.failures import DeviceError
 from lookahead.engine.request import Event, TokenLogprobs
-from lookahead.serve.fronts.link import LENGTH, frame, packed, read, unpacked
-from lookahead.serve.fronts.run import Fronts, default_fronts
+from lookahead.serve.fronts import run as run_module
+from lookahead.serve.fronts.link import LENGTH, Drain, Status, frame, packed, read, unpacked
+from lookahead.serve.fronts.run import Fronts, FrontsError, default_fronts
 from lookahead.serve.wire import Chunk
 from lookahead.stats import Stats
 
@@ -163,10 +166,12 @@ def test_all_fronts_share_one_queue(server: Running, monkeypatch: pytest.MonkeyP
                 assert refused.status_code == 429
                 assert refused.json()["error"]["code"] == "queue_full"
                 assert int(refused.headers["retry-after"]) >= 1
+            streamed = two.post("/v1/completions", **{**LONG, "max_tokens": 2, "stream": True})
+            assert streamed.status_code == 429, "a stream that is refused has not begun"
             del lines
         assert soon(lambda: one.engine is not None and one.engine.queue.taken == 0)
         assert len(two.complete(prompt="the", max_tokens=2)["choices"]) == 1
-        assert soon(lambda: 'status="429"} 2.0' in two.client.get("/metrics").text), "one reports twice a second"
+        assert soon(lambda: 'status="429"} 3.0' in two.client.get("/metrics").text), "one reports twice a second"
 
 
 def test_metrics_count_each_request_once(server: Running) -> None:
@@ -193,6 +198,44 @@ def test_a_failed_step_fails_its_requests_alone(front: Behind, monkeypatch: pyte
     answer = front.post("/v1/completions", **{**LONG, "max_tokens": 2})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
     assert soon(lambda: front.post("/v1/completions", **{**LONG, "max_tokens": 2}).status_code == 200)
+
+
+def test_a_bug_ends_one_request_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the threads of a link, where nobody would see it."""
+    with behind(server.model) as one:
+        assert one.engine is not None
+        body = {**LONG, "max_tokens": 4}
+        with monkeypatch.context() as broken:
+            broken.setattr(one.engine.metrics, "observe_end", lambda *_: 1 / 0)
+            answer = one.post("/v1/completions", **body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+            assert one.engine.queue.taken == 0
+        with monkeypatch.context() as broken:
+            broken.setattr(type(one.engine.metrics), "text", lambda *_: 1 / 0)
+            assert one.client.get("/metrics").status_code == 500
+        assert one.post("/v1/completions", **body).status_code == 200
+        assert one.client.get("/metrics").status_code == 200
+        assert not one.engine.running
+
+
+def test_a_drain_that_comes_before_the_front_listens(server: Running) -> None:
+    with behind(server.model) as one:
+        one.link.send(Drain())
+        one.thread.join(20)
+        assert not one.thread.is_alive()
+
+    class Early(Behind):
+        def make(self, settings: Any) -> Any:
+            made = super().make(settings)
+            self.link.send(Drain())
+            return made
+
+    early = Early.__new__(Early)
+    with contextlib.suppress(AssertionError):  # it may end before it has been seen to listen
+        early.__init__(server.model)  # type: ignore[misc]
+    early.thread.join(20)
+    assert not early.thread.is_alive()
+    early.link.close()
 
 
 def test_a_front_that_is_gone_leaves_nothing_behind(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +329,49 @@ def test_the_number_of_fronts_follows_the_cores(monkeypatch: pytest.MonkeyPatch)
         Fronts(99, [])
 
 
+class FakeFront:
+    """In place of a process."""
+
+    def __init__(self, sockets: Any) -> None:
+        self.process, self.sent, self.is_ready = SimpleNamespace(returncode=3, poll=lambda: 3), list[Any](), False
+
+    def connect(self, service: Any, facts: Any) -> None:
+        self.sent.append("facts")
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def end(self) -> None:
+        self.sent.append("end")
+
+
+def test_fronts_that_keep_dying_end_the_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "Front", FakeFront)
+    fronts = Fronts(1, [])
+    fronts.connect(server.service)  # type: ignore[arg-type]
+    status = Status("the engine has failed (a test)")
+    for _ in range(run_module.MOST_RESTARTS):
+        (front,) = fronts.ended
+        fronts.restart(front, status)
+        (new,) = fronts.fronts
+        assert new is not front
+        assert new.sent == ["facts", status]  # type: ignore[attr-defined]
+    with pytest.raises(FrontsError, match=r"have died 6 times in a minute \(exit code 3\)"):
+        fronts.restart(fronts.fronts[0], status)
+
+
+def test_a_front_imports_nothing_from_the_folder_it_starts_in(tmp_path: Path) -> None:
+    for name in ("secrets", "queue", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the current folder')\n")
+    program = run_module.START.replace("main(sys.argv[2:])", "print(main.__module__)")
+    source = str(Path(run_module.__file__).resolve().parents[3])
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, source], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "lookahead.serve.fronts.front"), done.stderr
+
+
 SERVER = """
 import signal, sys
 from pathlib import Path
@@ -350,7 +436,8 @@ def test_a_front_that_dies_is_replaced_and_the_server_drains(process: tuple[Any,
     thread = threading.Thread(target=lambda: replies.append(complete(url, max_tokens=150)))
     thread.start()
     time.sleep(0.2)
-    server.send_signal(signal.SIGTERM)
+    for pid in (*fronts_of(server.pid), server.pid):  # a supervisor may send it to all
+        os.kill(pid, signal.SIGTERM)
     thread.join(30)
     assert replies[0]["usage"]["completion_tokens"] == 150, "a reply in progress is finished"
     assert server.wait(30) == 0

@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.service, self.say, self._sockets, self._on_ready = service, say, sockets, on_ready
+        self.ignores_signals = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -92,6 +93,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second exits at once."""
+        if self.ignores_signals:
+            return
         if self.service.draining:
             os._exit(128 + sig)
         self.begin_drain()

@@ -16,6 +16,7 @@ from lookahead.engine.request_stream import RequestStream, StepCallback
 from lookahead.serve.errors import ApiError, log, unavailable
 from lookahead.serve.fronts.link import (
     LENGTH,
+    Accepted,
     AskMetrics,
     Cancel,
     Drain,
@@ -27,7 +28,7 @@ from lookahead.serve.fronts.link import (
     Submit,
     frame,
     unpacked,
-)  # fmt: skip
+)
 from lookahead.serve.remote import RemoteSequence
 from lookahead.serve.wire import DecodeRequest
 
@@ -38,11 +39,12 @@ class FrontClient:
     """Submits sequences to the engine's process. All calls come from the event loop.
 
     `owner_of` gives the index of a sequence's key. `failure` is why no request can run now; after a DeviceError the
-    engine never works again. `on_drain` is called when the server drains.
+    engine never works again. `drains` is set when the server drains, and `on_drain` is called.
     """
 
     def __init__(self, link: socket.socket, version: str) -> None:
         self.failure: BaseException | None = None
+        self.drains = False
         self.owner_of: Callable[[Any], int] = lambda owner: 0
         self.on_drain: Callable[[], None] = lambda: None
         self._link, self._version = link, version
@@ -51,6 +53,7 @@ class FrontClient:
         self._numbers = count(1)
         self._streams: dict[int, RequestStream] = {}
         self._number_of: dict[RequestStream, int] = {}
+        self._answers: dict[RequestStream, asyncio.Future[ApiError | None]] = {}  # whether the engine runs it
         self._metrics: list[asyncio.Future[bytes]] = []  # those that wait for an answer, in the order of asking
         self._reported: dict[str, int] = {}
 
@@ -72,10 +75,22 @@ class FrontClient:
         call = DecodeRequest.of(sequence.spec, self.owner_of(sequence.spec.owner), self._version, sequence.output)
         self._send(Submit(number, call))
         self._streams[number], self._number_of[stream] = stream, number
+        self._answers[stream] = asyncio.get_running_loop().create_future()
         return stream
+
+    async def refusal(self, stream: RequestStream) -> ApiError | None:
+        """Wait until the engine runs a sequence, or return why it does not."""
+        answer = self._answers.get(stream)
+        return None if answer is None else await answer
+
+    def _answer(self, stream: RequestStream, error: ApiError | None = None) -> None:
+        answer = self._answers.pop(stream, None)
+        if answer is not None and not answer.done():
+            answer.set_result(error)
 
     def cancel(self, stream: RequestStream) -> None:
         """End a sequence early. Does nothing if it has finished."""
+        self._answer(stream)
         number = self._number_of.pop(stream, None)
         if number is not None:
             del self._streams[number]
@@ -123,11 +138,17 @@ class FrontClient:
             self._lose(str(message.failure))
         elif isinstance(message, Status):
             self.failure = None if message.failure is None else RuntimeError(message.failure)
+        elif isinstance(message, Accepted):
+            if (stream := self._streams.get(message.number)) is not None:
+                self._answer(stream)
         elif isinstance(message, Metrics):
             answer = self._metrics.pop(0)
-            if not answer.done():
+            if not answer.done() and message.error is not None:
+                answer.set_exception(ApiError(**message.error))
+            elif not answer.done():
                 answer.set_result(message.text)
         elif isinstance(message, Drain):
+            self.drains = True
             self.on_drain()
 
     def _take_step(self, step: Stepped) -> None:
@@ -138,6 +159,7 @@ class FrontClient:
                 continue
             request = stream.request
             chunk = unpacked(data, request)
+            self._answer(stream, None if chunk.error is None else ApiError(**chunk.error))
             for event in cast(RemoteSequence, request.sequence).take(chunk, request):
                 stream.put(event)
             if last:
@@ -159,6 +181,7 @@ class FrontClient:
         self._streams.clear()
         self._number_of.clear()
         for stream in streams:
+            self._answer(stream, unavailable(why))
             stream.end(unavailable(why))
             if stream.on_step is not None:
                 stream.on_step([stream])

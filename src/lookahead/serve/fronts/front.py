@@ -1,16 +1,18 @@
 """A front process: HTTP in front of an engine in another process.
 
-`python -m lookahead.serve.fronts.front LINK SOCKET...` is started by `run`, with the numbers of inherited file
-descriptors: its link, and the listening sockets.
+`run` starts it with the numbers of inherited file descriptors: its link, and the listening sockets. Signals are for the
+engine's process, which drains its fronts or ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +23,7 @@ from lookahead.serve.fronts.link import Start, read
 from lookahead.serve.life import Server, keep_from_collection, make_server, serving_process
 from lookahead.serve.logs import logging_to_stderr
 from lookahead.serve.remote import RemoteModel, RemoteRequestState
+from lookahead.serve.reply import Reply
 from lookahead.serve.requests import RequestSpec, RequestState
 from lookahead.serve.serialize import GrammarTexts
 from lookahead.serve.service import Service
@@ -54,6 +57,18 @@ class FrontService(Service):
         if self.client.failure is not None:
             raise unavailable(str(self.client.failure), retry=5)
 
+    async def open(self, prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
+        """As in one process, a request that the engine refuses is answered with an error, not with a begun reply."""
+        reply = await super().open(prepare, size)
+        try:
+            for state in reply.states:
+                if state.stream is not None and (refusal := await self.client.refusal(state.stream)) is not None:
+                    raise refusal
+        except BaseException:
+            self.leave(reply)
+            raise
+        return reply
+
     async def metrics_text(self) -> bytes:
         self.client.report(self.metrics.refused)
         return await self.client.metrics()
@@ -81,6 +96,8 @@ def say_ready(server: Server) -> None:
     service = cast(FrontService, server.service)
     service.client.on_drain = server.begin_drain
     service.client.ready()
+    if service.client.drains:  # it came before
+        server.begin_drain()
 
 
 def front_server(link: socket.socket, sockets: Sequence[socket.socket] = ()) -> Server:
@@ -95,17 +112,25 @@ def front_server(link: socket.socket, sockets: Sequence[socket.socket] = ()) -> 
     return make_server(model, settings, lambda line: log.debug("%s", line), kind, sockets, on_ready=say_ready)
 
 
-def main(link_fd: int, socket_fds: Sequence[int]) -> None:
-    """Serve until the engine's process drains the server, or ends."""
-    with serving_process(), suppress(EOFError, OSError):
-        server = front_server(socket.socket(fileno=link_fd), [socket.socket(fileno=fd) for fd in socket_fds])
-        settings = server.service.settings
-        with logging_to_stderr(settings.log_level, settings.log_format):
-            keep_from_collection()
-            server.run()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(argument) for argument in sys.argv[2:]])
+def main(arguments: Sequence[str]) -> None:
+    """Serve until the engine's process drains the server, or ends; then end this process."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    link_fd, *socket_fds = map(int, arguments)
+    sockets, code = [socket.socket(fileno=fd) for fd in socket_fds], 0
+    with serving_process():
+        try:
+            server = front_server(socket.socket(fileno=link_fd), sockets)
+            server.ignores_signals = True
+            settings = server.service.settings
+            with logging_to_stderr(settings.log_level, settings.log_format):
+                keep_from_collection()
+                server.run()
+        except EOFError:
+            pass  # the server did not start
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nothing is left to do, and threads of libraries may not end
+    os._exit(code)  # nothing is left to do, and threads of libraries may not end

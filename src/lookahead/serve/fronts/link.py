@@ -10,7 +10,8 @@ From the front to the engine:
 From the engine to the front:
 
     Start             the first message: what the front needs to know
-    Stepped           what the front's sequences got in one step
+    Accepted          the engine runs this sequence
+    Stepped           what the front's sequences got in one step; or why one does not run
     Status            why no request can run now, or None
     Drain             accept no more requests, finish those that run, and exit
     Metrics           all metrics in Prometheus' text format
@@ -63,6 +64,10 @@ class AskMetrics(NamedTuple):
     pass
 
 
+class Accepted(NamedTuple):
+    number: Number
+
+
 class Stepped(NamedTuple):
     """`parts` are `packed` chunks, each with the number of its sequence and whether it is the last one."""
 
@@ -81,7 +86,10 @@ class Drain(NamedTuple):
 
 
 class Metrics(NamedTuple):
+    """`error` are the fields of an ApiError if there is no text."""
+
     text: bytes
+    error: dict[str, Any] | None = None
 
 
 def frame(message: Any) -> bytes:

@@ -49,15 +49,27 @@ def default_fronts() -> int:
     return min(2, cores() // CORES_PER_FRONT)
 
 
+START = """
+import sys
+sys.path[:] = [path for path in sys.path if path]
+if sys.argv[1] not in sys.path:
+    sys.path.insert(0, sys.argv[1])
+from lookahead.serve.fronts.front import main
+main(sys.argv[2:])
+"""
+"""A front's program. It imports what this process does, and nothing from the folder that it is started in."""
+PROBE_SECONDS = 0.1, 5.0
+"""Seconds between attempts to let a failed engine generate a token: at first, and at most."""
+
+
 class Front:
     """A front process and its link."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(one.fileno() for one in sockets)]
-        command = [sys.executable, "-m", "lookahead.serve.fronts.front", *map(str, inherited)]
         source = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH")) if part)
+        command = [sys.executable, "-c", START, source, *map(str, inherited)]
         with theirs:
             # In a session of its own: Ctrl-C is for the engine's process, which drains the fronts.
             self.process = subprocess.Popen(
@@ -65,7 +77,7 @@ class Front:
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "true"},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )
         self.socket = ours
         self.link: FrontLink | None = None
@@ -92,6 +104,10 @@ class Front:
             self.link.close()
         else:
             self.socket.close()
+
+
+class FrontsError(RuntimeError):
+    """Fronts keep dying."""
 
 
 class Fronts:
@@ -130,18 +146,23 @@ class Fronts:
     def ended(self) -> list[Front]:
         return [front for front in self.fronts if front.process.poll() is not None]
 
-    def restart(self, front: Front) -> None:
-        """Start another front in the place of one that has died. Raises RuntimeError if that happens too often."""
+    def restart(self, front: Front, status: Status) -> None:
+        """Start another front in the place of one that has died. Raises FrontsError if that happens too often."""
         now = monotonic()
         self._restarts = [*(time for time in self._restarts if now - time < RESTART_SECONDS), now]
         code = front.process.returncode
         if len(self._restarts) > MOST_RESTARTS:
-            raise RuntimeError(f"front processes have died {len(self._restarts)} times in a minute (exit code {code})")
+            raise FrontsError(f"front processes have died {len(self._restarts)} times in a minute (exit code {code})")
         log.warning("a front process has ended (exit code %s); another one is started", code)
         front.end()
-        new = Front(self.sockets)
+        try:
+            new = Front(self.sockets)
+        except OSError as error:
+            log.warning("a front process cannot be started: %s", error)
+            return
         self.fronts[self.fronts.index(front)] = new
         new.connect(self._service, self._facts)
+        new.send(status)
 
     def send(self, message: Any) -> None:
         for front in self.fronts:
@@ -154,23 +175,33 @@ class Supervisor:
     def __init__(self, service: EngineService, fronts: Fronts, say: Callable[[str], None]) -> None:
         self.service, self.fronts, self.say = service, fronts, say
         self._draining, self._told = False, ""
+        self._pause, self._next_probe = PROBE_SECONDS[0], 0.0
 
     async def run(self) -> None:
-        """Serve until a signal, or until the device is lost. Raises ValueError if the server cannot start."""
+        """Serve until a signal, or until the device is lost. Raises ValueError if the server cannot start, and
+        FrontsError if its fronts keep dying."""
         with self._signals():
             try:
                 await self.service.start()
             except Exception as error:
                 raise ValueError(f"the server cannot start: {type(error).__name__}: {error}") from error
-            self.fronts.connect(self.service)
-            await self._start()
-            while not self._draining and self.service.lost is None:
-                for front in self.fronts.ended:
-                    self.fronts.restart(front)
-                self._report_failure()
-                await asyncio.sleep(POLL)
-            await self._end()
-        await self.service.close()
+            try:
+                self.fronts.connect(self.service)
+                await self._start()
+                try:
+                    await self._watch()
+                finally:
+                    await self._end()
+            finally:
+                await self.service.close()
+
+    async def _watch(self) -> None:
+        """Replace fronts that die, and tell all of them how the engine is."""
+        while not self._draining and self.service.lost is None:
+            for front in self.fronts.ended:
+                self.fronts.restart(front, Status(self._told or None))
+            self._report_failure()
+            await asyncio.sleep(POLL)
 
     async def _start(self) -> None:
         """Wait until all fronts listen."""
@@ -186,7 +217,10 @@ class Supervisor:
         """Tell the fronts when the engine has failed, and when it works again."""
         failure = self.service.model.client.failure
         text = "" if failure is None else f"the engine has failed ({type(failure).__name__})"
-        if failure is not None:
+        if failure is None:
+            self._pause, self._next_probe = PROBE_SECONDS[0], 0.0
+        elif monotonic() > self._next_probe:
+            self._pause, self._next_probe = min(2 * self._pause, PROBE_SECONDS[1]), monotonic() + self._pause
             self.service.probe()
         if text != self._told:
             self._told = text
@@ -203,6 +237,9 @@ class Supervisor:
                 self.say(f"finishing {len(service.running)} requests, at most {settings.drain_seconds:g} s")
             self.fronts.send(Drain())
             seconds += settings.drain_seconds
+        for front in self.fronts.fronts:
+            if not front.is_ready:  # it has no replies
+                front.end()
         end = monotonic() + seconds
         while len(self.fronts.ended) < len(self.fronts.fronts) and monotonic() < end:
             if service.lost is not None and self._draining:
@@ -232,12 +269,16 @@ class Supervisor:
 
 
 def serve(model: LookaheadModel, settings: ServeSettings, say: Callable[[str], None], fronts: Fronts) -> None:
-    """Serve until a signal. Raises ValueError if the server cannot start, RuntimeError if its fronts keep dying, and
-    DeviceError if it stopped because its device was lost."""
+    """Serve until a signal. Raises ValueError if the server cannot start, and DeviceError if its device was lost. Exits
+    with code 1 if its fronts keep dying."""
     with serving_process():
         service = EngineService(model, settings)
         allow_port_reuse(fronts.sockets)
         keep_from_collection()
-        asyncio.run(Supervisor(service, fronts, say).run())
+        try:
+            asyncio.run(Supervisor(service, fronts, say).run())
+        except FrontsError as error:
+            say(f"error: {error}")
+            raise SystemExit(1) from error
         if service.lost is not None:
             raise service.lost
