@@ -15,13 +15,17 @@ from lookahead.serve.scoring import ForcedText
 
 
 @contextmanager
-def saying(server: Running, text: str) -> Iterator[None]:
-    """The server's replies are this text and then the end, whatever is asked."""
+def saying(server: Running, text: str, *then: str) -> Iterator[None]:
+    """The server's replies are this text and then the end, whatever is asked. With more texts each request gets the
+    next one, and the last one goes on."""
     service, tokenizer = server.service, server.model.tokenizer
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     opened = service.open
+    texts = [text, *then]
 
     async def forced(prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
+        said = texts.pop(0) if len(texts) > 1 else texts[0]
+        ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
         def specs() -> list[RequestSpec]:
             return [replace(spec, mask=ForcedText(ids, server.model.backend.vocab_size)) for spec in prepare()]
 
