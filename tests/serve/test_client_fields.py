@@ -59,6 +59,25 @@ def test_ignored_fields_change_nothing(server: Running) -> None:
     assert said(server, messages=[{"role": "user", "content": text}]) == said(server)
 
 
+def test_what_litellm_notes_on_earlier_messages_changes_nothing(make_json_model: Callable[[str], Any]) -> None:
+    """Nor does it reach the template, not even as a name without a value."""
+    notes = {"provider_specific_fields": {"reasoning": "so"}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    plain = {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [call]}
+    blocks = [{"type": "thinking", "thinking": "so", "signature": ""}]
+    noted = {**plain, **notes, "thinking_blocks": blocks, "tool_calls": [{**call, **notes, "index": 0}]}
+    template = "{{ tools }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    with running(make_json_model(template)) as server:
+        prompts = [prompt_of(server, messages=[*MESSAGES, message]) for message in (plain, noted)]
+        assert said(server, messages=[*MESSAGES, noted]) == said(server, messages=[*MESSAGES, plain])
+        answer = server.post(CHAT, messages=[{**MESSAGES[0], "provider_fields": {}}])
+    assert prompts[0] == prompts[1]
+    assert '"call_1"' in prompts[0]
+    assert "provider_specific_fields" not in prompts[0]
+    assert answer.status_code == 400
+    assert "messages[0].provider_fields" in answer.json()["error"]["message"]
+
+
 def test_fields_with_their_usual_values_are_accepted(server: Running) -> None:
     given = {name: NEUTRAL[name][0] for name in ("skip_special_tokens", "use_beam_search", "length_penalty")}
     assert said(server, **given) == said(server)

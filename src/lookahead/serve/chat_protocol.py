@@ -15,15 +15,19 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
+    """A call of an earlier message. What LiteLLM has noted on it is ignored."""
+
     id: str
     type: Literal["function"]
     function: FunctionCall
     index: int | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class Message(Body):
     """A chat message. `developer` is treated as `system`. Reasoning is what the assistant thought before it; vLLM has
-    two names for it."""
+    two names for it. The last two fields are ignored: LiteLLM sends them back in its own messages, and they repeat
+    what others say."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -36,6 +40,8 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    thinking_blocks: list[dict[str, Any]] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class Function(Body):

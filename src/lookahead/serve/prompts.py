@@ -50,7 +50,8 @@ def _template_message(message: Message, knows: bool) -> dict[str, Any]:
     calls = message.tool_calls or ()
     if knows:
         if calls:
-            found["tool_calls"] = [_as_object(call.model_dump(exclude={"index"})) for call in calls]
+            asked = {"id", "type", "function"}
+            found["tool_calls"] = [_as_object(call.model_dump(include=asked)) for call in calls]
         if message.tool_call_id is not None:
             found["tool_call_id"] = message.tool_call_id
         return found
