@@ -57,7 +57,9 @@ def slow(front: Behind, monkeypatch: pytest.MonkeyPatch) -> Behind:
 def same(answer: Any) -> Any:
     """A reply without what differs from one to the next."""
     if isinstance(answer, dict):
-        return {key: same(value) for key, value in answer.items() if key not in ("id", "created", "seconds")}
+        return {
+            key: same(value) for key, value in answer.items() if key not in ("id", "created", "created_at", "seconds")
+        }
     return [same(value) for value in answer] if isinstance(answer, list) else answer
 
 
