@@ -27,13 +27,13 @@ def check_supported(model: Any) -> None:
     def refuse(reason: str) -> None:
         raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
 
+    if getattr(model.config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; lookahead decodes causal language models")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         refuse(
             "it is in training mode with gradient checkpointing, which turns the K/V cache off; call model.eval() or "
             "model.gradient_checkpointing_disable()"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        refuse("it is an encoder-decoder; lookahead decodes causal language models")
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
