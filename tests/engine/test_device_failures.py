@@ -101,15 +101,16 @@ def test_a_plain_runtime_error_of_a_step_is_forgotten() -> None:
 def test_the_device_of_one_requests_own_rule_is_the_device_of_all() -> None:
     """A rule that runs on the device finds out first, in a part of the step that is the request's alone."""
     client = EngineClient(Engine(ToyBackend()))
-    others = [client.submit(long_request()) for _ in range(2)]
-    request = long_request()
+    requests = [long_request() for _ in range(3)]
 
     def ends(token: int) -> bool:
         raise torch.AcceleratorError(LOST)
 
-    request.sequence.ends = ends
+    requests[-1].sequence.ends = ends
+    # Between two steps: the others cannot have ended before.
+    *others, stream = client.call(lambda: [client.submit(request) for request in requests])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        client.submit(request).wait()
+        stream.wait()
     for stream in others:
         with pytest.raises(DeviceError):
             stream.wait()
