@@ -22,6 +22,7 @@ import pytest
 from http_server import Running, running, soon
 from serve_command import run_serve_command
 
+from lookahead.engine.request_stream import RequestStream
 from lookahead.serve import life
 from lookahead.serve.errors import ApiError
 from lookahead.serve.reply import Reply
@@ -75,14 +76,13 @@ def test_a_slow_reader_gets_everything_in_fewer_chunks(server: Running) -> None:
 
 
 def test_a_request_that_is_woken_after_its_end_ends_no_other() -> None:
-    class Ended:
-        error = None
-
+    class Ended(RequestStream):
         def __init__(self) -> None:
-            self.events = [SimpleNamespace(finish_reason="length", error=None)]
+            self.error = None
+            self.events: list[Any] = [SimpleNamespace(finish_reason="length", error=None)]
             self.done = False  # as if the engine's thread had been stopped between its event and the end
 
-        def take(self) -> list[Any]:
+        def take(self) -> list[Any]:  # `read` calls it
             events, self.events, self.done = self.events, [], True
             return events
 

@@ -51,7 +51,7 @@ class Buffer(Protocol):
 SHARE = 3
 """Of the host's memory that is free when a server begins, the K/V may take a third: a buffer that grows is copied."""
 SLACK = 16
-"""Near its limit a buffer grows by one part in so many more than it needs, so that it is not copied each time."""
+"""Near its limit a buffer grows to 1/SLACK more than it needs, so that not every step copies it."""
 
 
 BufferT = TypeVar("BufferT", bound=Buffer)

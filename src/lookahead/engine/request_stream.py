@@ -48,6 +48,14 @@ class RequestStream:
             events.append(self._events.popleft())
         return events
 
+    def read(self) -> tuple[list[Event], bool, BaseException | None]:
+        """The events since the last `take`, whether the request has ended, and its error. Does not block."""
+        done = self.done  # before the events: none come after the end
+        events = self.take()
+        if events and events[-1].finish_reason is not None:  # the last event arrives before `done` is set
+            return events, True, events[-1].error
+        return events, done, self.error if done else None
+
     def wait(self) -> None:
         """Wait until the request ends, and raise its error if it failed."""
         self.join()

@@ -1,4 +1,4 @@
-"""How a connection ends: the last response can be read, and a client that has left is told from one that only listens.
+"""Closing a connection: the client can still read the last response. Half-closed clients, and those that have left.
 
 A socket that is closed while bytes of the client are unread resets the connection, and the client may lose a response
 that it had not read yet. So after an error in the middle of a request the server closes its own side only, and reads on

@@ -104,12 +104,8 @@ class Reply:
         stream = state.stream
         if stream is None or state.over:
             return None
-        done = stream.done  # read before the events: none come after the end
-        events = stream.take()
-        error = stream.error if done else None
-        if events and events[-1].finish_reason is not None:  # the last event arrives before `done` is set
-            done, error = True, events[-1].error
-        elif done and error is None:
+        events, done, error = stream.read()
+        if done and error is None and not (events and events[-1].finish_reason is not None):
             error = self.failure or unavailable("the request was cancelled")
         if done:
             state.over = True

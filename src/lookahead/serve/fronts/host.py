@@ -264,12 +264,8 @@ class FrontLink:
 
     def _part(self, running: Running, now: float) -> tuple[Number, bool, Any] | None:
         """What a sequence got since its last part; None for nothing."""
-        service, stream = self._service, running.stream
-        done = stream.done  # read before the events: none come after the end
-        events = stream.take()
-        error = stream.error if done else None
-        if events and events[-1].finish_reason is not None:  # the last event arrives before `done` is set
-            done, error = True, events[-1].error
+        service = self._service
+        events, done, error = running.stream.read()
         if not events and not done:
             return None
         chunk = Chunk(running.sent, events)

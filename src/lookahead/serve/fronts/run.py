@@ -36,8 +36,7 @@ from lookahead.serve.wire import Facts
 
 MOST_FRONTS = 16
 CORES_PER_FRONT = 8
-"""On a machine with as many cores, a server has a front; with twice as many it has two, and that is enough for 64
-streams beside an H200."""
+"""On a machine with as many cores, a server has a front; with twice as many it has two. Not measured."""
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0
 """If fronts die more often than this within these seconds, the server ends: a restart does not help."""
 EXIT_SECONDS = 5.0
