@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.quantised import Format, QuantisedLinear
 
 
 class Activation(Enum):
@@ -47,7 +48,7 @@ class Matrix:
 
     `parts` are the model's own linear modules that read the same x; their outputs are concatenated in y. So
     q, k and v are one Matrix, whether the model has one module for them or three. `transposed`: the modules store their
-    weights as [in, out], as GPT-2's Conv1D does.
+    weights as [in, out], as GPT-2's Conv1D does. A part may be quantised: `formats` are the parts' number formats.
     """
 
     parts: tuple[torch.nn.Module, ...]
@@ -58,14 +59,18 @@ class Matrix:
             kind = type(part)
             plain = kind.__name__ == "Conv1D" if self.transposed else _is_linear(kind)
             if not plain:
-                raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # quantised, or with an adapter
+                raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # with an adapter, for instance
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        weights = [_weight(part) for part in self.parts]
-        outs, ins = (1, 0) if self.transposed else (0, 1)
-        return sum(weight.shape[outs] for weight in weights), weights[0].shape[ins]
+        shapes = [_shape(part, self.transposed) for part in self.parts]
+        return sum(out for out, _ in shapes), shapes[0][1]
+
+    @property
+    def formats(self) -> tuple[Format | None, ...]:
+        """The format of each part's weights; None where they are plain numbers."""
+        return tuple(part.format if isinstance(part, QuantisedLinear) else None for part in self.parts)
 
     @property
     def has_bias(self) -> bool:
@@ -73,25 +78,32 @@ class Matrix:
         return any(part.bias is not None for part in self.parts)
 
     def weight(self) -> torch.Tensor:
-        """W [out, in]: of a single part its own tensor, maybe transposed; of several a copy."""
+        """W [out, in]: of a single plain part its own tensor, maybe transposed; else a copy."""
         weights = [_weight(part).T if self.transposed else _weight(part) for part in self.parts]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def bias(self) -> torch.Tensor | None:
         """b [out], with zeros where a part has none; None if no part has one."""
-        if not self.has_bias:
+        given = [part.bias.detach() if isinstance(part.bias, torch.Tensor) else None for part in self.parts]
+        like = next((bias for bias in given if bias is not None), None)
+        if like is None:
             return None
-        found = []
-        for part in self.parts:
-            weight, bias = _weight(part), part.bias
-            size = weight.shape[1 if self.transposed else 0]
-            found.append(bias.detach() if isinstance(bias, torch.Tensor) else weight.new_zeros(size))
+        sizes = [_shape(part, self.transposed)[0] for part in self.parts]
+        found = [like.new_zeros(size) if bias is None else bias for size, bias in zip(sizes, given, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _is_linear(kind: type[torch.nn.Module]) -> bool:
-    """torch's own, or Falcon's, which differs in how it rounds a bias."""
-    return kind is torch.nn.Linear or kind.__name__ == "FalconLinear"
+    """torch's own, ours with quantised weights, or Falcon's, which differs from torch's in how it rounds a bias."""
+    return kind in (torch.nn.Linear, QuantisedLinear) or kind.__name__ == "FalconLinear"
+
+
+def _shape(part: torch.nn.Module, transposed: bool) -> tuple[int, int]:
+    """(out, in) of a part."""
+    if isinstance(part, QuantisedLinear):
+        return part.out_features, part.in_features
+    first, second = _weight(part).shape
+    return (second, first) if transposed else (first, second)
 
 
 def _weight(part: torch.nn.Module) -> torch.Tensor:

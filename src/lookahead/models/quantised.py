@@ -1,0 +1,196 @@
+"""Quantised weights: what a linear layer is whose matrix is stored in codes of 4 or 8 bits with scales.
+
+    w[n, k] = (value of code[n, k] - zero[n, g]) * scale[n, g] + offset[n, g]        g: the group of columns of k
+
+All formats are one layout, whatever library wrote them: codes in the order of the columns, scales per row and group.
+The loaders (`loading.quantised`) bring checkpoints into it, and a backend lays it out as its kernels read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch.nn import functional as F
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the codes 0 to 7 of FP4. Codes 8 to 15 are their negatives."""
+
+
+class Codes(Enum):
+    """What a code stands for: an FP8 number (e4m3fn), a signed byte, a nibble less 8 or a zero point, an FP4 number."""
+
+    E4M3 = "e4m3"
+    INT8 = "int8"
+    INT4 = "int4"
+    E2M1 = "e2m1"
+
+    @property
+    def bits(self) -> int:
+        return 8 if self in (Codes.E4M3, Codes.INT8) else 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format of weights. `group`: columns that share a scale, 0 for all; `rows`: rows that do.
+
+    `zeros` and `offsets`: whether groups have them. `ordered`: the columns were sorted (see `QuantisedLinear.order`).
+    `activations`: codes that a row of x is rounded to before the product, with one scale per row; None for x as it is.
+    """
+
+    codes: Codes
+    group: int
+    rows: int = 1
+    zeros: bool = False
+    offsets: bool = False
+    ordered: bool = False
+    activations: Codes | None = None
+
+    def groups(self, width: int) -> int:
+        """The groups of a row of this many columns."""
+        return -(-width // self.group) if self.group else 1
+
+
+class QuantisedLinear(torch.nn.Module):
+    """y = x W^T + b with quantised W [out, in].
+
+    codes   uint8 [out, in] or, with two columns per byte, [out, in / 2]: column 2 j in the low nibble of byte j
+    scales  [out / rows, in / group], floating point; for powers of two uint8, the exponent plus 127 (e8m0)
+    zeros   uint8 [out / rows, in / group], for int4 only; without them a nibble's zero is 8
+    offsets floating point like scales
+    order   int64 [in]: the k-th column of the codes multiplies x[order[k]]. Without it columns are those of x
+    bias    [out]
+
+    The last group of a row may be shorter, and the last rows that share scales fewer. The forward pass expands W to x's
+    dtype: right everywhere, and slow. `weight` is W in `dtype`, the model's.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    offsets: torch.Tensor | None
+    order: torch.Tensor | None
+
+    def __init__(
+        self,
+        format: Format,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        zeros: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.format, self.dtype = format, dtype
+        self.out_features, self.in_features = len(codes), codes.shape[1] * 8 // format.codes.bits
+        tensors = {"codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets, "order": order}
+        _check(format, self.out_features, self.in_features, tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """W [out, in] in the model's dtype: a new tensor."""
+        return self.dequantised(self.dtype)
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W [out, in], computed in fp32 and rounded to `dtype`; columns are those of x."""
+        codes, group, rows = self.format.codes, self.format.group or self.in_features, self.format.rows
+
+        def spread(groups: torch.Tensor) -> torch.Tensor:
+            wide = groups.repeat_interleave(rows, 0) if rows > 1 else groups
+            return wide[: self.out_features].repeat_interleave(group, 1)[:, : self.in_features]
+
+        values = values_of(self.codes, codes)
+        if self.zeros is not None:
+            values = values + 8 - spread(self.zeros.float())
+        weight = values * spread(scale_values(self.scales))
+        if self.offsets is not None:
+            weight = weight + spread(self.offsets.float())
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
+        return weight.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.format.activations is not None:
+            x = rounded(x, self.format.activations)
+        return F.linear(x, self.dequantised(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.format}"
+
+
+def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
+    """The values of codes [out, bytes], fp32 [out, in]."""
+    if kind is Codes.E4M3:
+        return codes.view(torch.float8_e4m3fn).float()
+    if kind is Codes.INT8:
+        return codes.view(torch.int8).float()
+    nibbles = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
+    if kind is Codes.INT4:
+        return nibbles.float() - 8
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+    return table[nibbles.long()]
+
+
+def packed(nibbles: torch.Tensor) -> torch.Tensor:
+    """Nibbles [out, in], two per byte: [out, in / 2] uint8."""
+    low, high = nibbles.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return low | high << 4
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in fp32."""
+    if scales.dtype is torch.uint8:
+        return torch.exp2(scales.float() - 127)
+    return scales.float()
+
+
+def rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """x with each row rounded to codes of 8 bits and one scale: its largest magnitude becomes the codes' largest."""
+    most = 127.0 if codes is Codes.INT8 else 448.0
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / most
+    scaled = x.float() / scale
+    whole = scaled.round() if codes is Codes.INT8 else scaled.to(torch.float8_e4m3fn).float()
+    return (whole * scale).to(x.dtype)
+
+
+@torch.no_grad()
+def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = None) -> QuantisedLinear:
+    """Round W [out, in] to the nearest values of a format: FP8 or int8 with a scale per row, or int4 in groups."""
+    width = weight.shape[1]
+    group = format.group or width
+    blocks = F.pad(weight.float(), (0, -width % group)).unflatten(1, (-1, group))
+    most = {Codes.E4M3: 448.0, Codes.INT8: 127.0, Codes.INT4: 7.0}[format.codes]
+    scales = blocks.abs().amax(2).clamp(min=1e-30) / most
+    if format.codes is Codes.INT4:
+        scales = scales.to(weight.dtype)  # two bytes per group: the codes are chosen for the scales as they are kept
+    scaled = (blocks / scales.float().clamp(min=1e-30)[:, :, None]).flatten(1)[:, :width]
+    if format.codes is Codes.E4M3:
+        codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    elif format.codes is Codes.INT8:
+        codes = scaled.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    else:
+        codes = packed(scaled.round().clamp(-8, 7) + 8)
+    given = None if bias is None else bias.detach()
+    return QuantisedLinear(format, codes.contiguous(), scales, bias=given, dtype=weight.dtype)
+
+
+def _check(format: Format, out: int, width: int, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Raise ValueError for tensors that do not have the format's shapes: a loader has mixed something up."""
+    groups = -(-out // format.rows), format.groups(width)
+    expected = {"zeros": format.zeros, "offsets": format.offsets, "order": format.ordered}
+    for name, wanted in expected.items():
+        if (tensors[name] is not None) != wanted:
+            raise ValueError(f"{name} are {'missing' if wanted else 'given'} for {format}")
+    for name in ("scales", "zeros", "offsets"):
+        tensor = tensors[name]
+        if tensor is not None and tuple(tensor.shape) != groups:
+            raise ValueError(f"{name} of {list(tensor.shape)} for {out} x {width} in {format}; it needs {list(groups)}")
+    if format.zeros and format.codes is not Codes.INT4:
+        raise ValueError(f"{format.codes.value} has no zero points")

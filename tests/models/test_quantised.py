@@ -1,0 +1,114 @@
+"""Quantised linear layers: their layout, what it expands to, and rounding to it."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lookahead.models.quantised import E2M1, Codes, Format, QuantisedLinear, packed, quantise, rounded, values_of
+from lookahead.models.spec import Matrix
+
+
+def by_hand(layer: QuantisedLinear) -> torch.Tensor:
+    """W [out, in] of a layer, number by number."""
+    format, out, width = layer.format, layer.out_features, layer.in_features
+    weight = torch.zeros(out, width)
+    for n in range(out):
+        for k in range(width):
+            row, group = n // format.rows, k // (format.group or width)
+            if format.codes.bits == 8:
+                kind = torch.int8 if format.codes is Codes.INT8 else torch.float8_e4m3fn
+                value = float(layer.codes[n, k].view(kind))
+            else:
+                nibble = int(layer.codes[n, k // 2]) >> 4 * (k % 2) & 15
+                zero = 8 if layer.zeros is None else int(layer.zeros[row, group])
+                value = nibble - zero if format.codes is Codes.INT4 else (-1) ** (nibble >> 3) * E2M1[nibble & 7]
+            scale = layer.scales[row, group]
+            number = value * (2.0 ** (int(scale) - 127) if scale.dtype is torch.uint8 else float(scale))
+            number += 0 if layer.offsets is None else float(layer.offsets[row, group])
+            weight[n, k if layer.order is None else int(layer.order[k])] = number
+    return weight
+
+
+def make(format: Format, out: int, width: int, seed: int = 0) -> QuantisedLinear:
+    """A layer of this format with random codes."""
+    source = torch.Generator().manual_seed(seed)
+    shape = -(-out // format.rows), format.groups(width)
+    codes = torch.randint(0, 256, (out, width * format.codes.bits // 8), generator=source, dtype=torch.uint8)
+    if format.codes is Codes.E4M3:
+        codes = torch.randn(out, width, generator=source).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(shape, generator=source).bfloat16()
+    if format.codes is Codes.E2M1:
+        scales = torch.randint(120, 130, shape, generator=source, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, shape, generator=source, dtype=torch.uint8) if format.zeros else None
+    offsets = torch.randn(shape, generator=source).half() if format.offsets else None
+    order = torch.randperm(width, generator=source) if format.ordered else None
+    return QuantisedLinear(format, codes, scales, zeros=zeros, offsets=offsets, order=order, dtype=torch.float32)
+
+
+FORMATS = [
+    Format(Codes.E4M3, 64),
+    Format(Codes.E4M3, 16, rows=8),
+    Format(Codes.INT8, 0),
+    Format(Codes.INT4, 32),
+    Format(Codes.INT4, 32, zeros=True),
+    Format(Codes.INT4, 32, zeros=True, ordered=True),
+    Format(Codes.INT4, 32, offsets=True),
+    Format(Codes.E2M1, 32),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(24, 64), (13, 72)], ids=str)
+def test_weights_are_those_computed_number_by_number(format: Format, shape: tuple[int, int]) -> None:
+    layer = make(format, *shape)
+    torch.testing.assert_close(layer.dequantised(), by_hand(layer), rtol=1e-6, atol=0)
+    assert layer.dequantised().shape == shape == Matrix((layer,)).shape
+    x = torch.randn(3, shape[1])
+    assert torch.equal(layer(x), F.linear(x, layer.dequantised()))
+
+
+def test_packing_and_unpacking_are_inverse() -> None:
+    nibbles = torch.arange(16).repeat(2, 4)
+    assert torch.equal(values_of(packed(nibbles), Codes.INT4), nibbles.float() - 8)
+
+
+@pytest.mark.parametrize(
+    ("format", "bound"),
+    [(Format(Codes.E4M3, 0), 2**-4), (Format(Codes.INT8, 0), 1 / 254), (Format(Codes.INT4, 32), 1 / 13.9)],
+    ids=str,
+)
+def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: float) -> None:
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(1))
+    layer = quantise(weight, format, torch.arange(20.0))
+    error = (layer.dequantised() - weight).abs().unflatten(1, (-1, format.group or 96))
+    most = weight.abs().unflatten(1, (-1, format.group or 96)).amax(2, keepdim=True)
+    assert (error <= bound * most).all()
+    again = quantise(layer.dequantised(), format)
+    assert torch.equal(again.codes, layer.codes)
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, torch.arange(20.0))
+
+
+def test_a_matrix_of_quantised_and_plain_parts_has_the_weights_and_biases_of_both() -> None:
+    plain, layer = torch.nn.Linear(64, 8), make(Format(Codes.INT4, 32), 24, 64)
+    matrix = Matrix((plain, layer))
+    assert matrix.shape == (32, 64)
+    assert matrix.formats == (None, layer.format)
+    assert torch.equal(matrix.weight(), torch.cat([plain.weight, layer.dequantised()]))
+    assert torch.equal(matrix.bias(), torch.cat([plain.bias, torch.zeros(24)]))
+
+
+def test_rounded_activations_have_a_scale_per_row() -> None:
+    x = torch.randn(4, 64) * torch.tensor([1e-3, 1, 10, 0])[:, None]
+    for codes, bound in ((Codes.INT8, 1 / 254), (Codes.E4M3, 2**-4)):
+        error = (rounded(x, codes) - x).abs()
+        assert (error <= bound * x.abs().amax(1, keepdim=True) * 1.001).all()
+        assert torch.equal(rounded(x[1:2], codes), rounded(x, codes)[1:2])
+
+
+def test_tensors_that_do_not_fit_the_format_are_refused() -> None:
+    codes, scales = torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2)
+    with pytest.raises(ValueError, match=r"scales of \[8, 2\].*needs \[8, 1\]"):
+        QuantisedLinear(Format(Codes.INT8, 0), codes, scales)
+    with pytest.raises(ValueError, match="zeros are missing"):
+        QuantisedLinear(Format(Codes.INT4, 64, zeros=True), codes, scales)
