@@ -9,6 +9,9 @@ Measures one server, with lookahead and without in turn (by the body's `lookahea
 docs/serving.md describes the options; those that are not its own are the server's. Every closed cell has prompts of its
 own, while there are new ones in the sets of `--prompts`; `again` counts requests whose prompt had been asked before.
 Nothing is warmed up: the server says that it is ready. Every answer has the same length.
+
+`--engine` runs the closed cells once more when the server has ended, by the engine alone in this process: no HTTP, no
+JSON and no text, and the next request waits in its queue. What the server loses against it is what serving costs.
 """
 
 from __future__ import annotations
@@ -19,16 +22,22 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from load import Connection, Reply, closed_loop, open_loop, poisson, summary, timed
+from inflate import shaped_load
+from load import RISE, Connection, Reply, closed_loop, open_loop, poisson, summary, timed
 from server_process import Served, add_server_options, connect, parse
 
+import lookahead
+from lookahead.bench.gpu.batch import Load
 from lookahead.bench.report.sections import Section, markdown
 from lookahead.bench.run import prompts
 from lookahead.bench.run.about import machine, versions
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.generate import LookaheadModel
 
 WAYS = {"plain": False, "lookahead": True}
 PATH = "/v1/chat/completions"
@@ -67,12 +76,17 @@ def cell(served: Served, asked: Requests, way: bool, seconds: float, load: int |
     return {**summary(replies, begin, seconds), **more}
 
 
-def measure(served: Served, args: argparse.Namespace) -> Record:
-    """All cells; the figures are written after each."""
+def texts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts, in the order in which they are asked."""
     sets = [prompts.load(name, args.data_dir, args.limit) for name in args.prompts.split(",")]
     texts = [prompt.turns[0] for one in sets for prompt in one]
     random.Random(0).shuffle(texts)
-    asked = Requests(texts, args.tokens)
+    return texts
+
+
+def measure(served: Served, args: argparse.Namespace) -> Record:
+    """All cells; the figures are written after each."""
+    asked = Requests(texts_of(args), args.tokens)
     about = {**served.info(), **machine(), **versions(), "options": args.options}
     found: Record = {"about": about, "tokens": args.tokens, "records": []}
     loads: list[tuple[str, str, Any]] = [("closed", "streams", streams) for streams in args.streams]
@@ -88,6 +102,51 @@ def measure(served: Served, args: argparse.Namespace) -> Record:
                     args.out.mkdir(parents=True, exist_ok=True)
                     (args.out / "serve-load.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
+
+
+# The engine alone.
+
+
+def option(options: Sequence[str], name: str, default: Any) -> Any:
+    """The value of one of the server's options."""
+    return options[options.index(name) + 1] if name in options else default
+
+
+def measure_engine(args: argparse.Namespace) -> list[Record]:
+    """The closed cells by the engine alone, with the server's model and prompts."""
+    names = {name: option(args.options, f"--{name}", "auto") for name in ("dtype", "device", "backend")}
+    make: Any = shaped_load(args.inflate) if args.inflate else lookahead.load
+    lm: LookaheadModel = make(option(args.options, "--model", None), **names)
+    most = int(option(args.options, "--max-concurrency", 64))
+    lm.engine.set_max_sequences(most)
+    lm.prepare(most)
+    encoded = [lm.encode([{"role": "user", "content": text}]) for text in texts_of(args)]
+    found, taken = list[Record](), 0
+    for turn in range(args.turns):
+        for streams in args.streams:
+            for label, config in (("plain", LookaheadConfig.autoregressive()), ("lookahead", lm.default_config)):
+                rules = StopRules(args.tokens, frozenset(), lm.backend.max_length)
+                order = encoded[taken % len(encoded) :] + encoded[: taken % len(encoded)]
+                load = Load(lm.engine, order, config, SamplingParams(), rules, lm.memory)
+                load.memory = lm.memory  # a server keeps what it has learned, too
+                speed = lm.client.call(partial(engine_cell, load, streams, args.seconds))
+                taken += len(load.outputs) + 2 * streams
+                found.append({"kind": "engine", "turn": turn, "streams": streams, "way": label} | speed)
+                print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def engine_cell(load: Load, streams: int, seconds: float) -> Record:
+    """Tokens per second of the last three quarters of a run, as the clients count them."""
+    load.engine.set_max_sequences(streams)
+    for _ in range(2 * streams):
+        load.add()
+    begin, counted, steps = perf_counter(), 0, 0
+    while (now := perf_counter() - begin) < seconds:
+        tokens, _ = load.step()
+        counted, steps = counted + (tokens if now >= RISE * seconds else 0), steps + 1
+    load.end()
+    return {"tokens_per_second": round(counted / ((1 - RISE) * seconds), 1), "steps": steps}
 
 
 # The page of a run's figures.
@@ -130,6 +189,23 @@ def page(found: Record) -> Section:
     return section
 
 
+def beside_engine(records: Sequence[Record]) -> Section:
+    """What serving costs: tokens per second over HTTP beside the engine's own, and their ratio."""
+    columns = [f"{label}, {what}" for label in WAYS for what in ("HTTP", "engine", "ratio")]
+    section = Section("Over HTTP and by the engine alone", ["streams", *columns])
+    for load in sorted({one["streams"] for one in records if one["kind"] == "engine"}):
+        cells = [str(load)]
+        for way in WAYS:
+            http, own = (median(records, kind, load, way, "tokens_per_second") for kind in ("closed", "engine"))
+            cells += [f"{http:.0f}", f"{own:.0f}", f"{http / own:.3f}"]
+        section.rows.append(cells)
+    section.notes = [
+        "The engine ran the same cells after the server had ended, in the same run, with prompts of the same sets, "
+        "each asked once: no HTTP, no JSON and no text, and the next request waits in its queue."
+    ]
+    return section
+
+
 def numbers(text: str) -> list[Any]:
     return [float(part) if "." in part else int(part) for part in text.split(",") if part]
 
@@ -144,12 +220,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
     parser.add_argument("--seconds", type=float, default=4.0, help="for which a cell sends new requests")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--engine", action="store_true", help="the closed cells by the engine alone, too")
     parser.add_argument("--out", type=Path)
     add_server_options(parser)
     args = parse(parser)
     with connect(args) as served:
         found = measure(served, args)
-    written = markdown("`lookahead serve` under load", [page(found)])
+    if args.engine:
+        found["records"] += measure_engine(args)
+        if args.out is not None:
+            (args.out / "serve-load.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sections = [page(found), *([beside_engine(found["records"])] if args.engine else [])]
+    written = markdown("`lookahead serve` under load", sections)
     print(written)
     if args.out is not None:
         (args.out / "serve.md").write_text(written, encoding="utf-8")
