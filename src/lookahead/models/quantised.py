@@ -18,6 +18,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes 0 to 7 of FP4. Codes 8 to 15 are their negatives."""
 
 
+BLOCK = 256
+"""Columns that are packed together, two to a byte."""
+
+
 class Codes(Enum):
     """What a code stands for: an FP8 number (e4m3fn), a signed byte, a nibble less 8 or a zero point, an FP4 number."""
 
@@ -55,7 +59,7 @@ class Format:
 class QuantisedLinear(torch.nn.Module):
     """y = x W^T + b with quantised W [out, in].
 
-    codes   uint8 [out, in] or, with two columns per byte, [out, in / 2]: column 2 j in the low nibble of byte j
+    codes   uint8 [out, in] or, with two columns per byte, [out, in / 2] (see `packed`)
     scales  [out / rows, in / group], floating point; for powers of two uint8, the exponent plus 127 (e8m0)
     zeros   uint8 [out / rows, in / group], for int4 only; without them a nibble's zero is 8
     offsets floating point like scales
@@ -131,7 +135,7 @@ def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     if kind is Codes.INT8:
         return codes.view(torch.int8).float()
-    nibbles = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
+    nibbles = unpacked(codes)
     if kind is Codes.INT4:
         return nibbles.float() - 8
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
@@ -139,9 +143,33 @@ def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
 
 
 def packed(nibbles: torch.Tensor) -> torch.Tensor:
-    """Nibbles [out, in], two per byte: [out, in / 2] uint8."""
-    low, high = nibbles.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return low | high << 4
+    """Nibbles [out, in], two per byte: [out, in / 2] uint8.
+
+    In every block of 256 columns byte j holds column j in its low nibble and column j + 128 in its high one, so that
+    both halves of a block's bytes are columns in a row. A shorter last block is halved in the same way.
+    """
+
+    def halves(block: torch.Tensor) -> torch.Tensor:
+        low, high = block.unflatten(1, (-1, 2, block.shape[1] // 2 if block.shape[1] < BLOCK else BLOCK // 2)).unbind(2)
+        return (low | high << 4).flatten(1)
+
+    return torch.cat([halves(block) for block in _blocks(nibbles.to(torch.uint8), BLOCK)], 1)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `packed`: nibbles [out, in] uint8."""
+
+    def nibbles(block: torch.Tensor) -> torch.Tensor:
+        bytes = block.unflatten(1, (-1, min(block.shape[1], BLOCK // 2)))
+        return torch.stack([bytes & 15, bytes >> 4], 2).flatten(1)
+
+    return torch.cat([nibbles(block) for block in _blocks(codes, BLOCK // 2)], 1)
+
+
+def _blocks(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """All whole blocks of columns as one tensor, and the columns after them, without what is empty."""
+    whole = tensor.shape[1] // block * block
+    return [part for part in (tensor[:, :whole], tensor[:, whole:]) if part.shape[1]]
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
