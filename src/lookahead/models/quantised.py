@@ -18,7 +18,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes 0 to 7 of FP4. Codes 8 to 15 are their negatives."""
 
 
-BLOCK = 256
+BLOCK = 128
 """Columns that are packed together, two to a byte."""
 
 
@@ -63,11 +63,14 @@ class QuantisedLinear(torch.nn.Module):
     scales  [out / rows, in / group], floating point; for powers of two uint8, the exponent plus 127 (e8m0)
     zeros   uint8 [out / rows, in / group], for int4 only; without them a nibble's zero is 8
     offsets floating point like scales
-    order   int64 [in]: the k-th column of the codes multiplies x[order[k]]. Without it columns are those of x
+    order   integers [in]: the k-th column of the codes multiplies x[order[k]]. Without it columns are those of x
     bias    [out]
 
     The last group of a row may be shorter, and the last rows that share scales fewer. The forward pass expands W to x's
     dtype: right everywhere, and slow. `weight` is W in `dtype`, the model's.
+
+    A backend may replace the tensors by others with the same content, for instance by parts of larger ones;
+    `is_interleaved` then says whether the codes are in the order of `interleaved`.
     """
 
     codes: torch.Tensor
@@ -89,7 +92,7 @@ class QuantisedLinear(torch.nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.format, self.dtype = format, dtype
+        self.format, self.dtype, self.is_interleaved = format, dtype, False
         self.out_features, self.in_features = len(codes), codes.shape[1] * 8 // format.codes.bits
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets, "order": order}
         _check(format, self.out_features, self.in_features, tensors)
@@ -110,14 +113,14 @@ class QuantisedLinear(torch.nn.Module):
             wide = groups.repeat_interleave(rows, 0) if rows > 1 else groups
             return wide[: self.out_features].repeat_interleave(group, 1)[:, : self.in_features]
 
-        values = values_of(self.codes, codes)
+        values = values_of(in_order(self.codes) if self.is_interleaved else self.codes, codes)
         if self.zeros is not None:
             values = values + 8 - spread(self.zeros.float())
         weight = values * spread(scale_values(self.scales))
         if self.offsets is not None:
             weight = weight + spread(self.offsets.float())
         if self.order is not None:
-            weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
+            weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         return weight.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,8 +148,8 @@ def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
 def packed(nibbles: torch.Tensor) -> torch.Tensor:
     """Nibbles [out, in], two per byte: [out, in / 2] uint8.
 
-    In every block of 256 columns byte j holds column j in its low nibble and column j + 128 in its high one, so that
-    both halves of a block's bytes are columns in a row. A shorter last block is halved in the same way.
+    In every block of 128 columns byte j holds column j in its low nibble and column j + 64 in its high one, so that the
+    low nibbles of 64 bytes are columns in a row, and the high ones the next. A shorter last block is halved likewise.
     """
 
     def halves(block: torch.Tensor) -> torch.Tensor:
@@ -164,6 +167,23 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
         return torch.stack([bytes & 15, bytes >> 4], 2).flatten(1)
 
     return torch.cat([nibbles(block) for block in _blocks(codes, BLOCK // 2)], 1)
+
+
+def interleaved(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [out, bytes] of 8 n rows of 64 m bytes, in the order in which the threads of matrix instructions take them.
+
+    Of the columns of a row, such an instruction wants 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of every 16 from thread q of
+    four. In 64 bytes these are next to one another, thread by thread, so that each reads 16 bytes at once; and the 64
+    bytes of 8 rows are, whose 32 threads so read 512 bytes in a row.
+    """
+    split = codes.unflatten(1, (-1, 4, 2, 4, 2)).unflatten(0, (-1, 8))  # groups, rows; 64 bytes: 16s, 8s, thread, byte
+    return split.permute(0, 2, 1, 5, 3, 4, 6).reshape(codes.shape)
+
+
+def in_order(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleaved`."""
+    split = codes.reshape(len(codes) // 8, codes.shape[1] // 64, 8, 4, 4, 2, 2)
+    return split.permute(0, 2, 1, 4, 5, 3, 6).reshape(codes.shape)
 
 
 def _blocks(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:

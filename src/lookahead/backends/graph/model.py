@@ -12,7 +12,7 @@ from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
 from lookahead.backends.graph.layers.head import EmbeddingLayer, HeadLayer
 from lookahead.backends.graph.layers.norm import NORMED, Addition, LayerOutput, NormLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix
+from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
@@ -27,7 +27,7 @@ class GraphBlock:
     """
 
     def __init__(
-        self, spec: Block, attention: AttentionLayer, added: Addition, width: int, ops: Ops, matrices: DenseMatrices
+        self, spec: Block, attention: AttentionLayer, added: Addition, width: int, ops: Ops, matrices: Matrices
     ) -> None:
         attended = LayerOutput("delta", attention.out.bias, spec.attention_out_norm)
         norms: tuple[Norm | None, ...] = (spec.attention_norm,)
@@ -61,7 +61,7 @@ class GraphModel:
         self.groups = groups_of(decoder, drop_pages=drop_pages)
         self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
         caches = group_and_index(decoder, self.groups)
-        matrices = DenseMatrices(products, ops.last_columns)
+        matrices = Matrices(products, ops)
         self.embedding = EmbeddingLayer(decoder, ops)
         self.blocks: list[GraphBlock] = []
         added = Addition()
@@ -77,7 +77,7 @@ class GraphModel:
         return self.embedding.table
 
     @property
-    def matrices(self) -> list[DenseMatrix]:
+    def matrices(self) -> list[LoweredMatrix]:
         """All matrices, in the order of their products in a pass."""
         matrices = []
         for block in self.blocks:

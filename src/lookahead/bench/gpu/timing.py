@@ -60,7 +60,7 @@ def bytes_read(model: GraphModel, sequences: int, context: int) -> int:
     for group in model.groups:
         seen = context if group.window is None else min(context, group.window)
         cached += seen * group.page_bytes(model.like.element_size()) // PAGE
-    return sum(matrix.weight.nbytes for matrix in model.matrices) + sequences * cached
+    return sum(matrix.nbytes for matrix in model.matrices) + sequences * cached
 
 
 def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:

@@ -10,7 +10,7 @@ from lookahead.backends.graph.groups import AttentionGroup
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.tiles import WIDEST_HEAD, HeadShape
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.dense import DenseMatrices
+from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Attention
@@ -24,11 +24,11 @@ class AttentionLayer:
     or with `spec.kv_layer` those of an earlier layer.
     """
 
-    def __init__(self, spec: Attention, group: int, index: int, ops: Ops, matrices: DenseMatrices) -> None:
+    def __init__(self, spec: Attention, group: int, index: int, ops: Ops, matrices: Matrices) -> None:
         self.spec, self.group, self.index, self._ops = spec, group, index, ops
         self.shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim)
         self.qkv, self.out = matrices.lower(spec.qkv), matrices.lower(spec.out)
-        device, order = self.qkv.weight.device, spec.head_order
+        device, order = self.qkv.device, spec.head_order
         heads = None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
         self._projections = replace(_projections(spec), bias=self.qkv.bias, order=heads)
 
@@ -53,7 +53,7 @@ class AttentionLayer:
 
     def buffers(self) -> dict[str, int]:
         wide = self.shape.heads * self.shape.dim
-        hidden = self.qkv.weight.shape[1]
+        hidden = self.qkv.width
         widths = {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
         if self._projections.needs_norm_heads:
             widths["heads"] = self._projections.total * self.shape.dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.dense import DenseMatrices
+from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import FeedForward
 
@@ -14,7 +14,7 @@ class FeedForwardLayer:
     """normed -> delta, or from and to other buffers in a parallel block. The norm that adds delta adds its bias."""
 
     def __init__(
-        self, spec: FeedForward, ops: Ops, matrices: DenseMatrices, source: str = "normed", target: str = "delta"
+        self, spec: FeedForward, ops: Ops, matrices: Matrices, source: str = "normed", target: str = "delta"
     ) -> None:
         self.spec, self._ops, self._source, self._target = spec, ops, source, target
         self.gate_up, self.down = matrices.lower(spec.gate_up), matrices.lower(spec.down)
@@ -24,7 +24,7 @@ class FeedForwardLayer:
         return [*self.gate_up.tensors, *self.down.tensors]
 
     def buffers(self) -> dict[str, int]:
-        (both, hidden), inner = self.gate_up.weight.shape, self.down.weight.shape[1]
+        both, hidden, inner = self.gate_up.out, self.gate_up.width, self.down.width
         return {self._source: hidden, "gate_up": both, "active": inner, self._target: self.down.out}
 
     def plan(self, step: StepContext) -> Run:

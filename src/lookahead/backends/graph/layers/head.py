@@ -6,7 +6,7 @@ import torch
 
 from lookahead.backends.graph.layers.norm import Addition, NormLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.dense import DenseMatrices
+from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Decoder
 
@@ -41,7 +41,7 @@ where reading the matrix takes 100 us."""
 class HeadLayer:
     """residual and the last outputs -> logits of the needed rows only: head(norm(residual + outputs))."""
 
-    def __init__(self, spec: Decoder, added: Addition, ops: Ops, matrices: DenseMatrices) -> None:
+    def __init__(self, spec: Decoder, added: Addition, ops: Ops, matrices: Matrices) -> None:
         self.norm, self.head = (
             NormLayer(added, (spec.norm,), spec.hidden, ops),
             matrices.lower(spec.head, LOGITS_ALIGNMENT),
@@ -62,7 +62,7 @@ class HeadLayer:
     def plan(self, step: StepContext, logits: torch.Tensor) -> Run:
         """`logits` [at least the needed rows, V], made by `new_logits`."""
         needed, norm = step.kind.needed, self.norm.plan(step, needed_only=True)
-        normed, multiply = step.buffers.rows("normed", self.head.weight.shape[1]), self.head.plan(needed)
+        normed, multiply = step.buffers.rows("normed", self.head.width), self.head.plan(needed)
         bias, scale, softcap, wanted = self.head.bias, self._scale, self._softcap, logits[:needed]
         finishes = bias is not None or scale != 1.0 or softcap is not None
 

@@ -50,6 +50,19 @@ class DenseMatrix:
         return self.weight.shape[0]
 
     @property
+    def width(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a product reads."""
+        return self.weight.nbytes
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that captured steps read."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -74,18 +87,6 @@ class DenseMatrix:
             last_columns(x[:rows], last, out[:rows, aligned:])
 
         return multiply
-
-
-class DenseMatrices:
-    """Lowers the matrices of one model. `last_columns` multiplies with a head's last columns: see `Ops`."""
-
-    def __init__(self, products: Products, last_columns: Multiplication) -> None:
-        self._products, self._last_columns = products, last_columns
-        self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def lower(self, matrix: Matrix, alignment: int = 1) -> DenseMatrix:
-        like = self._like.setdefault(matrix.shape, [])
-        return DenseMatrix(matrix, self._products, self._last_columns, like, alignment)
 
 
 @torch.inference_mode(False)
