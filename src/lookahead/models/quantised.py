@@ -103,8 +103,8 @@ class QuantisedLinear(torch.nn.Module):
         codes, group, rows = self.format.codes, self.format.group or self.in_features, self.format.rows
 
         def spread(groups: torch.Tensor) -> torch.Tensor:
-            wide = groups.repeat_interleave(rows, 0) if rows > 1 else groups
-            return wide[: self.out_features].repeat_interleave(group, 1)[:, : self.in_features]
+            wide = (groups.repeat_interleave(rows, 0) if rows > 1 else groups)[: self.out_features]
+            return wide if wide.shape[1] == 1 else wide.repeat_interleave(group, 1)[:, : self.in_features]
 
         values = values_of(self.codes, codes)
         if self.zeros is not None:
@@ -116,6 +116,11 @@ class QuantisedLinear(torch.nn.Module):
             weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
         return weight.to(dtype)
 
+    def with_bias(self, bias: torch.Tensor | None) -> QuantisedLinear:
+        """The same weights, which are not copied, with another bias."""
+        others = {"zeros": self.zeros, "offsets": self.offsets, "order": self.order}
+        return QuantisedLinear(self.format, self.codes, self.scales, bias=bias, dtype=self.dtype, **others)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.format.activations is not None:
             x = rounded(x, self.format.activations)
@@ -123,6 +128,31 @@ class QuantisedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format}"
+
+
+NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "fp4"}
+"""What number formats are called."""
+
+
+def formats_of(model: torch.nn.Module) -> tuple[Format, ...]:
+    """The formats of a model's quantised layers, each once."""
+    return tuple(dict.fromkeys(module.format for module in model.modules() if isinstance(module, QuantisedLinear)))
+
+
+def weights_name(model: torch.nn.Module, dtype: torch.dtype) -> str:
+    """The number format of a model's weights, such as 'fp8'; for one that is not quantised the name of its dtype."""
+    names = dict.fromkeys(NAMES[format.codes] for format in formats_of(model))
+    return "+".join(names) or str(dtype).removeprefix("torch.")
+
+
+def activations_name(model: torch.nn.Module) -> str | None:
+    """The number format to which some layer rounds its activations; None if no layer does.
+
+    Then a difference in the last bit may become a step of a code, so passes over one token and over several differ by
+    more than the rounding of floats.
+    """
+    rounded = (format.activations for format in formats_of(model))
+    return next((NAMES[codes] for codes in rounded if codes is not None), None)
 
 
 def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
@@ -170,7 +200,9 @@ def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = N
     scales = blocks.abs().amax(2).clamp(min=1e-30) / most
     if format.codes is Codes.INT4:
         scales = scales.to(weight.dtype)  # two bytes per group: the codes are chosen for the scales as they are kept
-    scaled = (blocks / scales.float().clamp(min=1e-30)[:, :, None]).flatten(1)[:, :width]
+    steps = scales.float()
+    steps = torch.where(steps > 0, steps, 1)  # in float16 the scale of tiny weights is 0
+    scaled = (blocks / steps[:, :, None]).flatten(1)[:, :width]
     if format.codes is Codes.E4M3:
         codes = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     elif format.codes is Codes.INT8:

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
-from lookahead.backends.graph.placing import matrices_in, place_fused
+from lookahead.backends.graph.placing import place_fused
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
+from lookahead.models.spec import matrices_in
 
 CPU = torch.device("cpu")
 NAMES = ("llama", "llama-tied-mha", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
