@@ -96,6 +96,7 @@ class FakeModel:
     default_config: LookaheadConfig = field(default_factory=LookaheadConfig)
     blocks: tuple[int, ...] = BLOCKS
     step_seconds: float = 0.5
+    rounding: str | None = None
     differs: int | None = None
     refuse: str | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
@@ -497,7 +498,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.stats import Stats
 
 class Slow:
-    name, dtype, default_config = "slow", "float32", LookaheadConfig()
+    name, dtype, rounding, default_config = "slow", "float32", None, LookaheadConfig()
     completion = SimpleNamespace(text="", token_ids=[], finish_reason="interrupted", stats=Stats())
     def stream(self, prompt, **settings): return self
     def close(self): pass
