@@ -9,17 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_table import ROWS, build
+from marks import slow_but
+from model_table import FIRST_ROWS, ROWS, build
 from quantising import int8_by_hand
 from tiny import tiny
+from tiny_gguf import write_gguf
 from torch import nn
+from typer.testing import CliRunner
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.cli import app
+from lookahead.cli.common import Host
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.fitting import identity_of
 from lookahead.loading.formats import CPU_INT8, FORMATS, ROUTERS, linear_layers, quantise_model, quantised_copy
+from lookahead.loading.load import load_pretrained
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.quantised import Codes, QuantisedLinear, formats_of, quantise
 from lookahead.models.read import read
@@ -40,7 +46,7 @@ def saved(make_model: Callable[..., Any], tokenizer: Any, tmp_path_factory: pyte
 # Which layers
 
 
-@pytest.mark.parametrize("name", [row[0] for row in ROWS])
+@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
     """For every class with a reader. A tied head is quantised without the embedding, and only where it is asked for."""
     model = build(name)
@@ -53,7 +59,7 @@ def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("name", [row[0] for row in ROWS])
+@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 def test_every_class_with_a_reader_has_one_when_it_is_quantised(name: str, dtype: str) -> None:
     model = build(name)
     quantise_model(model, dtype, CPU)
@@ -123,6 +129,30 @@ def test_the_weights_go_to_the_device_one_by_one() -> None:
     assert model.model.embed_tokens.weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_on_another_device_the_rest_keeps_its_own_dtype(
+    dtype: str, fused: bool, tmp_path: Path, tokenizer: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device here is one that has no memory. Weights alone are rounded, those of int4 with scales of two bytes."""
+    make_model(attention_bias=True).to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("lookahead.loading.load.pick_device", lambda name: torch.device("meta"))
+    model = load_pretrained(tmp_path, dtype=dtype, fused=fused)[0]
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert formats_of(model) == (FORMATS[dtype],)
+    assert type(model.lm_head) is nn.Linear
+    layer = model.model.layers[0].self_attn.q_proj
+    assert (layer.dtype, layer.scales.dtype) == (torch.bfloat16, torch.bfloat16 if dtype == "int4" else torch.float32)
+
+
+def test_a_gguf_is_quantised_once_it_is_dense(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tokenizer)
+    model = load_pretrained(path, dtype="int8", device="cpu")[0]
+    assert formats_of(model) == (CPU_INT8,)
+
+
 # Texts
 
 
@@ -182,6 +212,13 @@ def test_a_model_without_a_reader_is_quantised_too(settings: LookaheadConfig, to
     assert tokens[0] == tokens[1]
 
 
+def test_inside_generate(settings: LookaheadConfig) -> None:
+    model = quantised_copy(tiny("Llama"), "int4")
+    ids = torch.tensor([[5, 9, 5, 9, 5, 3]])
+    with_hook = model.generate(ids, max_new_tokens=24, custom_generate=lookahead.decoding(settings))
+    assert torch.equal(with_hook, model.generate(ids, max_new_tokens=24))
+
+
 def test_step_costs_and_profiles_are_kept_apart() -> None:
     model = tiny("Llama")
     backends = [EagerBackend(one, probed=False) for one in (model, *(quantised_copy(model, name) for name in FORMATS))]
@@ -202,6 +239,21 @@ def test_a_checkpoint_that_is_quantised_already(saved: Path, tokenizer: Any, tmp
         lookahead.load(tmp_path, dtype="int4", device="cpu")  # before it looks for weights: there are none
     with pytest.raises(UnsupportedModelError, match="dtype='int4': it is quantised already; leave it out"):
         lookahead.load((quantised_copy(tiny("Llama"), "fp8"), tokenizer), dtype="int4")
+
+
+@pytest.mark.parametrize("verb", [("generate", "-p", "x"), ("serve",), ("tune",), ("bench",)], ids=str)
+def test_the_refusal_is_one_line_of_a_command(verb: tuple[str, ...], tokenizer: Any, tmp_path: Path) -> None:
+    config = tiny("Llama").config
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    where = ("--model", str(tmp_path), "--dtype", "fp8", "--device", "cpu")
+    out = ("--out", str(tmp_path / "out")) if verb == ("bench",) else ()
+    result = CliRunner().invoke(app, [*verb, *where, *out], obj=Host(), env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: cannot load model")
+    assert last.endswith("dtype='fp8': it is quantised already (awq); leave it out")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lookahead.models.quantised import (
     E2M1,
+    MOST_EXPANDED,
     Codes,
     Format,
     QuantisedLinear,
@@ -63,6 +64,24 @@ def test_weights_are_those_computed_number_by_number(format: Format, shape: tupl
     assert layer.dequantised().shape == shape == Matrix((layer,)).shape
     x = torch.randn(3, shape[1])
     assert torch.equal(layer(x), F.linear(x, layer.dequantised()))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, Format(Codes.INT8, 0, activations=Codes.INT8)], ids=str)
+@pytest.mark.parametrize("most", [1, 200, 1 << 10])
+def test_a_large_matrix_is_expanded_some_rows_at_a_time(
+    format: Format, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = random_layer(format, 37, 64).with_bias(torch.randn(37)), torch.randn(2, 3, 64)
+    whole = layer(x)
+    monkeypatch.setitem(MOST_EXPANDED, "cpu", most)
+    expand = layer._rows
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        layer, "_rows", lambda first, last, dtype: sizes.append(last - first) or expand(first, last, dtype)
+    )
+    torch.testing.assert_close(layer(x), whole, rtol=1e-4, atol=1e-3)
+    assert sum(sizes) == 37
+    assert max(sizes) == max(most // (64 * format.rows), 1) * format.rows
 
 
 def test_another_bias() -> None:
