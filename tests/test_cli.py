@@ -96,6 +96,7 @@ class FakeModel:
     default_config: LookaheadConfig = field(default_factory=LookaheadConfig)
     blocks: tuple[int, ...] = BLOCKS
     step_seconds: float = 0.5
+    rounding: str | None = None
     differs: int | None = None
     refuse: str | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
@@ -337,6 +338,13 @@ def test_compare_of_different_tokens_in_half_precision_is_explained() -> None:
     assert "bfloat16 rounds" in result.stderr
 
 
+def test_compare_of_different_tokens_with_rounded_activations_is_explained() -> None:
+    result = run("generate", "-p", "x", "--compare", model=FakeModel(differs=5, rounding="int8"))
+    assert result.exit_code == 0
+    assert "int8 rounds a step of several tokens differently" in result.stderr
+    assert run("generate", "-p", "x", "--compare", model=FakeModel(differs=5, dtype="torch.int8")).exit_code == 1
+
+
 def test_compare_counts_a_shorter_text_as_different() -> None:
     result = run("generate", "-p", "x", "--compare", model=FakeModel(blocks=(1, 2)))
     assert result.exit_code == 1
@@ -408,6 +416,7 @@ def test_compare_stock_has_a_line_of_transformers(tokens: list[int], monkeypatch
         (("-p", "x", "--sources", ","), "--sources names none"),
         (("-p", "x", "--sources", "prompt,prompt"), "twice"),
         (("-p", "x", "--dtype", "float31"), "did you mean 'float32'?"),
+        (("-p", "x", "--dtype", "int5"), "choose from auto, float32, bfloat16, float16, fp8, int8, int4"),
         (("-p", "x", "--device", "gpu"), "choose from auto, cpu, cuda, cuda:N"),
     ],
 )
@@ -497,7 +506,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.stats import Stats
 
 class Slow:
-    name, dtype, default_config = "slow", "float32", LookaheadConfig()
+    name, dtype, rounding, default_config = "slow", "float32", None, LookaheadConfig()
     completion = SimpleNamespace(text="", token_ids=[], finish_reason="interrupted", stats=Stats())
     def stream(self, prompt, **settings): return self
     def close(self): pass

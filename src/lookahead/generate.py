@@ -38,8 +38,9 @@ from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.bigrams import bigrams, prefix_of
 from lookahead.loading.default import batch_cost, fitted_default, tuned_config
-from lookahead.loading.load import INT8, greedy_settings, logits_processors, open_model, stop_ids
+from lookahead.loading.load import greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.quantised import activations_name, weights_name
 from lookahead.stats import Stats
 
 KNOWN_CONFIGS = 64
@@ -69,10 +70,9 @@ class LookaheadModel:
         config: LookaheadConfig | None = None,
         backend: str = "auto",
         log: Callable[[str], None] | None = None,
-        int8: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.backend = make_backend(model, backend, log, int8)
+        self.backend = make_backend(model, backend, log)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.engine = Engine(self.backend)
         self.client = EngineClient(self.engine)
@@ -80,6 +80,20 @@ class LookaheadModel:
         self.default_config = default_within(self.backend) if config is None else self.exact_config(config)
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
+
+    @property
+    def weights(self) -> str:
+        """The number format of the weights, as `load` takes it for `dtype`: 'bfloat16', say, or 'fp8'."""
+        return weights_name(self.model, self.dtype)
+
+    @property
+    def rounding(self) -> str | None:
+        """The number format whose rounding may make a text differ from that of token-by-token decoding; None on a
+        backend that rounds every row alike, and in fp32."""
+        if self.backend.capabilities.exact_nodes is not None:
+            return None
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        return activations_name(self.model) or (str(self.dtype).removeprefix("torch.") if half else None)
 
     @property
     def front(self) -> EngineClient:
@@ -297,21 +311,21 @@ def load(
     `name` is a hub id, a folder, a `.gguf` file or a (model, tokenizer) pair; without it the embedded
     SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (models with a reader on CUDA, by far the faster), 'cpu' (the
     same models on a CPU), 'eager' (any model), or 'auto' for the best that runs the model. `dtype` is 'float32',
-    'bfloat16', 'float16', 'int8' (on a CPU: the model in float32, quantised), or 'auto'. Without a `config` the default
-    config is the profile that `lookahead tune --save` wrote for this model and machine. Where there is no profile, the
-    default is fitted to the cost of a step, which is measured once per model and machine. Raises DeviceError if the
-    device is lost.
+    'bfloat16', 'float16' or 'auto'; with 'fp8', 'int8' or 'int4' the model is quantised while it is loaded, and has a
+    text of its own (see `loading.formats`). Without a `config` the default config is the profile that `lookahead tune
+    --save` wrote for this model and machine. Where there is no profile, the default is fitted to the cost of a step,
+    which is measured once per model and machine. Raises DeviceError if the device is lost.
     """
     with clear_errors(torch.device("cuda")):
         model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log, fused=backend != "eager")
-        loaded = prepared(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
+        loaded = prepared(model, tokenizer, label, config, backend, log)
     if log is not None and (asked := greedy_settings(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
-    rounds = loaded.dtype in (torch.float16, torch.bfloat16) and loaded.backend.capabilities.exact_nodes is None
-    if log is not None and rounds:
-        half = str(loaded.dtype).removeprefix("torch.")
-        log(f"note: in {half} on this backend, rounding may make a text differ from that of token-by-token decoding")
+    if log is not None and (rounding := loaded.rounding) is not None:
+        log(
+            f"note: in {rounding} on this backend, rounding may make a text differ from that of token-by-token decoding"
+        )
     fit_to_machine(loaded, config, log)
     return loaded
 
@@ -337,10 +351,9 @@ def prepared(
     config: LookaheadConfig | None,
     backend: str,
     log: Callable[[str], None] | None,
-    int8: bool,
 ) -> LookaheadModel:
     """A `LookaheadModel` whose steps are captured. If a kernel does not compile, 'auto' is the eager backend."""
-    loaded = LookaheadModel(model, tokenizer, name, config, backend, log, int8)
+    loaded = LookaheadModel(model, tokenizer, name, config, backend, log)
     try:
         loaded.prepare(log=log)
         return loaded

@@ -26,6 +26,7 @@ from lookahead.cli import app
 from lookahead.cli.bench import GPU_PRESETS
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
+from lookahead.loading.formats import quantised_copy
 from lookahead.tune.scaling_law import PAPER, Point, fit
 
 SMALL = ("--limit", "1", "--max-tokens", "6")
@@ -48,7 +49,8 @@ def load(
         if dtype in ("auto", "float32") and backend == "auto":
             return lm
         made = make_model() if dtype in ("auto", "int8") else make_model().to(getattr(torch, dtype))
-        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend, int8=dtype == "int8")
+        made = quantised_copy(made, dtype) if dtype == "int8" else made
+        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend)
 
     return loaded
 

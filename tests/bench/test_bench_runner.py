@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lookahead.bench.run import stock
+from lookahead.bench.run.about import about
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Models
 from lookahead.bench.run.prompts import Prompt
@@ -20,6 +21,7 @@ from lookahead.bench.run.runner import Job, Runner, prompt_ids
 from lookahead.bench.run.summary import lines
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
+from lookahead.loading.formats import quantised_copy
 from lookahead.loading.load import static_generation
 
 NAMES = (
@@ -109,6 +111,19 @@ def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
     run = Runner(models, None)
     rows = [run.record(job(method)) for method in ("hf-greedy", ours, graph, eager)]
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] == rows[3]["tokens"]
+
+
+def test_a_quantised_model_is_not_that_of_its_dtype(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not quantised of it is in float32, but a method that asks for float32 wants all of it."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    whole = LookaheadModel(make_model(), tokenizer, "tiny", backend="eager")
+    own = LookaheadModel(quantised_copy(make_model(), "fp8"), tokenizer, "tiny", backend="eager")
+    models = Models(own, lambda dtype, backend: whole)
+    assert models.of(replace(named("lookahead"), dtype="fp8")) is own
+    assert models.of(replace(named("lookahead"), dtype="float32")) is whole
+    assert about(own)["dtype"] == "fp8"
 
 
 def test_a_backend_that_is_named_is_that_backend(

@@ -400,7 +400,7 @@ class FlatBackend:
     def __init__(self, clock: Clock, times: Times, most_rows: int = 2048, room: int = 1 << 20) -> None:
         self.clock, self.times, self.most_rows, self.room = clock, times, most_rows, room
         self.max_length: int | None = 2048
-        self.model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}))
+        self.model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}), modules=lambda: ())
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.lengths: dict[int, int] = {}
         self.reserved: dict[int, int] = {}

@@ -13,8 +13,11 @@ from gguf import GGUFWriter
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.cli.settings import DTYPES as CLI_DTYPES
 from lookahead.loading.embedded import ModelError
+from lookahead.loading.formats import FORMATS
 from lookahead.loading.load import (
+    DTYPES,
     fix_gguf_tokenizer,
     greedy_settings,
     load_pretrained,
@@ -71,11 +74,12 @@ def test_dtype() -> None:
     assert pick_dtype("auto", CPU) is torch.float32
     assert pick_dtype("auto", torch.device("cuda")) == "auto"
     assert pick_dtype("bfloat16", CPU) is torch.bfloat16
-    assert pick_dtype("int8", CPU) is torch.float32  # the CPU backend quantises it
-    with pytest.raises(ModelError, match="dtype 'int8' runs on a CPU, not on cuda; use device='cpu' or another dtype"):
-        pick_dtype("int8", torch.device("cuda"))
-    with pytest.raises(ModelError, match="unknown dtype 'int4'; use auto, float32, bfloat16, float16, int8"):
-        pick_dtype("int4", CPU)
+    for quantised in FORMATS:  # what is not quantised has the dtype of 'auto'
+        assert pick_dtype(quantised, CPU) is torch.float32
+        assert pick_dtype(quantised, torch.device("cuda")) == "auto"
+    with pytest.raises(ModelError, match="unknown dtype 'int5'; use auto, float32, bfloat16, float16, fp8, int8, int4"):
+        pick_dtype("int5", CPU)
+    assert ("auto", *DTYPES, *FORMATS) == CLI_DTYPES
 
 
 # Folders

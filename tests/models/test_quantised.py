@@ -2,9 +2,25 @@
 
 import pytest
 import torch
+from quantising import random_layer
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
-from lookahead.models.quantised import BLOCK, E2M1, Codes, Format, QuantisedLinear, packed, quantise, rounded, values_of
+from lookahead.models.quantised import (
+    BLOCK,
+    E2M1,
+    MOST_EXPANDED,
+    Codes,
+    Format,
+    QuantisedLinear,
+    activations_name,
+    formats_of,
+    packed,
+    quantise,
+    rounded,
+    values_of,
+    weights_name,
+)
 from lookahead.models.spec import Matrix
 
 
@@ -32,22 +48,6 @@ def by_hand(layer: QuantisedLinear) -> torch.Tensor:
     return weight
 
 
-def make(format: Format, out: int, width: int, seed: int = 0) -> QuantisedLinear:
-    """A layer of this format with random codes."""
-    source = torch.Generator().manual_seed(seed)
-    shape = -(-out // format.rows), format.groups(width)
-    codes = torch.randint(0, 256, (out, width * format.codes.bits // 8), generator=source, dtype=torch.uint8)
-    if format.codes is Codes.E4M3:
-        codes = torch.randn(out, width, generator=source).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.rand(shape, generator=source).bfloat16()
-    if format.codes is Codes.E2M1:
-        scales = torch.randint(120, 130, shape, generator=source, dtype=torch.uint8)
-    zeros = torch.randint(0, 16, shape, generator=source, dtype=torch.uint8) if format.zeros else None
-    offsets = torch.randn(shape, generator=source).half() if format.offsets else None
-    order = torch.randperm(width, generator=source) if format.ordered else None
-    return QuantisedLinear(format, codes, scales, zeros=zeros, offsets=offsets, order=order, dtype=torch.float32)
-
-
 FORMATS = [
     Format(Codes.E4M3, 64),
     Format(Codes.E4M3, 16, rows=8),
@@ -63,11 +63,48 @@ FORMATS = [
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(24, 64), (13, 72), (9, 550)], ids=str)
 def test_weights_are_those_computed_number_by_number(format: Format, shape: tuple[int, int]) -> None:
-    layer = make(format, *shape)
+    layer = random_layer(format, *shape)
     torch.testing.assert_close(layer.dequantised(), by_hand(layer), rtol=1e-6, atol=0)
     assert layer.dequantised().shape == shape == Matrix((layer,)).shape
     x = torch.randn(3, shape[1])
     assert torch.equal(layer(x), F.linear(x, layer.dequantised()))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, Format(Codes.INT8, 0, activations=Codes.INT8)], ids=str)
+@pytest.mark.parametrize("most", [1, 200, 1 << 10])
+def test_a_large_matrix_is_expanded_some_rows_at_a_time(
+    format: Format, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = random_layer(format, 37, 64).with_bias(torch.randn(37)), torch.randn(2, 3, 64)
+    whole = layer(x)
+    monkeypatch.setitem(MOST_EXPANDED, "cpu", most)
+    expand = layer._rows
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        layer, "_rows", lambda first, last, dtype: sizes.append(last - first) or expand(first, last, dtype)
+    )
+    torch.testing.assert_close(layer(x), whole, rtol=1e-4, atol=1e-3)
+    assert sum(sizes) == 37
+    assert max(sizes) == max(most // (64 * format.rows), 1) * format.rows
+
+
+def test_another_bias() -> None:
+    layer, bias = random_layer(Format(Codes.INT4, 32, zeros=True), 24, 64), torch.randn(24)
+    other = layer.with_bias(bias)
+    assert other.codes is layer.codes
+    assert layer.bias is None
+    x = torch.randn(3, 64)
+    assert torch.equal(other(x), F.linear(x, layer.dequantised(), bias))
+
+
+def test_names_of_what_a_model_has() -> None:
+    layers = [random_layer(Format(Codes.E4M3, 0), 4, 8), torch.nn.Linear(8, 4)]
+    model = torch.nn.Sequential(*layers, *layers)
+    assert formats_of(model) == (Format(Codes.E4M3, 0),)
+    assert (weights_name(model, torch.bfloat16), activations_name(model)) == ("fp8", None)
+    assert weights_name(layers[1], torch.bfloat16) == "bfloat16"
+    model.append(random_layer(Format(Codes.INT4, 4, activations=Codes.INT8), 4, 8))
+    assert (weights_name(model, torch.bfloat16), activations_name(model)) == ("fp8+int4", "int8")
 
 
 def test_packing_and_unpacking_are_inverse() -> None:
@@ -94,12 +131,19 @@ def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: flo
 
 
 def test_a_matrix_of_quantised_and_plain_parts_has_the_weights_and_biases_of_both() -> None:
-    plain, layer = torch.nn.Linear(64, 8), make(Format(Codes.INT4, 32), 24, 64)
+    plain, layer = torch.nn.Linear(64, 8), random_layer(Format(Codes.INT4, 32), 24, 64)
     matrix = Matrix((plain, layer))
     assert matrix.shape == (32, 64)
     assert matrix.formats == (None, layer.format)
     assert torch.equal(matrix.weight(), torch.cat([plain.weight, layer.dequantised()]))
     assert torch.equal(matrix.bias(), torch.cat([plain.bias, torch.zeros(24)]))
+
+
+def test_a_quantised_part_of_a_transposed_matrix_is_not_transposed() -> None:
+    plain, layer = Conv1D(8, 64), random_layer(Format(Codes.INT4, 32), 24, 64)
+    matrix = Matrix((plain, layer), transposed=True)
+    assert matrix.shape == (32, 64)
+    assert torch.equal(matrix.weight(), torch.cat([plain.weight.T, layer.dequantised()]))
 
 
 def test_rounded_activations_have_a_scale_per_row() -> None:

@@ -186,14 +186,16 @@ def test_one_process_needs_no_launcher(
         model.generate("the fox", logprobs=1)
 
 
-def test_int8_is_int8(make_model: Callable[..., Any], tokenizer: Any) -> None:
+@pytest.mark.parametrize(("dtype", "computed"), [("int8", torch.int8), ("fp8", torch.float32)])
+def test_ranks_quantise(make_model: Callable[..., Any], tokenizer: Any, dtype: str, computed: torch.dtype) -> None:
     pytest.importorskip("onnxruntime")
     import lookahead.parallel
 
-    options: dict[str, Any] = {"dtype": "int8", "config": LookaheadConfig(**CONFIG)}
+    options: dict[str, Any] = {"dtype": dtype, "config": LookaheadConfig(**CONFIG)}
     parts = make_model(), tokenizer
     model, alone = lookahead.parallel.load(parts, **options), lookahead.load(parts, **options)
-    assert model.dtype is alone.dtype is torch.int8
+    assert model.dtype is alone.dtype is computed
+    assert model.weights == alone.weights == dtype
     assert model.generate("the fox", max_tokens=12).token_ids == alone.generate("the fox", max_tokens=12).token_ids
 
 

@@ -33,6 +33,7 @@ def run(*args: str, load: Any = None) -> Any:
         (("--log-level", "loud"), "log_level='loud' must be one of debug, info, warning, error"),
         (("--log-format", "xml"), "log_format='xml' must be one of text, json"),
         (("--backend", "magic"), "--backend does not know 'magic'"),
+        (("--dtype", "int5"), "--dtype does not know 'int5'"),
     ],
 )
 def test_a_mistake_is_one_line(args: tuple[str, ...], says: str) -> None:

@@ -29,17 +29,13 @@ def check_backend_name(name: str, known: Sequence[str] = BACKENDS) -> None:
         raise ValueError(f"unknown backend {name!r}; choose from {', '.join(known)}")
 
 
-def make_backend(
-    model: Any, name: str = "auto", log: Callable[[str], None] | None = None, int8: bool = False
-) -> Backend:
+def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Backend:
     """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for models that
-    they support, else the eager one. `int8` quantises an fp32 model, which only the CPU backend can do."""
+    they support, else the eager one."""
     check_backend_name(name)
     check_supported(model)
-    if int8 and name not in ("auto", "cpu"):
-        raise ValueError(f"dtype='int8' needs the cpu backend, not {name!r}; leave the backend out")
-    if int8 or name == "cpu":
-        return cpu_backend(model, int8)
+    if name == "cpu":
+        return cpu_backend(model)
     if name == "auto" and input_device(model).type == "cpu":
         try:
             return cpu_backend(model)
@@ -78,7 +74,7 @@ def graph_or_eager(
     return eager()
 
 
-def cpu_backend(model: Any, int8: bool = False) -> Backend:
+def cpu_backend(model: Any) -> Backend:
     """Create and probe the model's CPU backend. Raises UnsupportedModelError for a model it cannot run, and if ONNX
     Runtime is not installed."""
     description = read(model, "cpu")
@@ -89,7 +85,7 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
             f"the cpu backend, which is faster, is not there: {first_line(error)}; "
             "pip install 'lookahead-decoding[cpu]', with Python 3.11 or newer"
         ) from error
-    return CpuBackend(model, int8=int8, description=description)
+    return CpuBackend(model, description=description)
 
 
 def graph_backend(

@@ -49,6 +49,9 @@ class Model(Protocol):
     dtype: Any
     default_config: LookaheadConfig
 
+    @property
+    def rounding(self) -> str | None: ...
+
     def stream(self, prompt: Any, **settings: Any) -> Stream: ...
 
 

@@ -18,6 +18,7 @@ from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading.timing import MIN_CONTEXT, PASS_SIZES, measure, measure_passes, sizes_to_time
 from lookahead.machine import processor
+from lookahead.models.quantised import formats_of
 
 ATTEMPTS, DAY = 4, 86400.0
 """Attempts before an unstable measurement is accepted, and for how many seconds it then is."""
@@ -100,7 +101,7 @@ def identity_of(backend: Backend) -> dict[str, Any]:
     facts = model.config.to_dict()
     return {
         "model": {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"},
-        "weights": str(facts.get("quantization_config")),
+        "weights": " ".join(map(str, formats_of(model))) or str(facts.get("quantization_config")),
         "places": {k: str(v) for k, v in (getattr(model, "hf_device_map", None) or {}).items()},
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",

@@ -14,10 +14,9 @@ from safetensors import SafetensorError
 
 from lookahead.loading.decoder import fix_decoder
 from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
+from lookahead.loading.formats import FORMATS, check_unquantised, quantise_model, quantised_copy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INT8 = "int8"
-"""The dtype of the CPU backend that quantises a model. The model itself is loaded in float32."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -38,16 +37,13 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device) -> Any:
     """The dtype to load with: 'auto' is float32 on a CPU and the model's own elsewhere.
 
-    On a CPU half precision is slower than float32, by up to 20 times.
+    On a CPU half precision is slower than float32, by up to 20 times. What a format does not quantise has the dtype of
+    'auto'.
     """
-    if name == "auto":
+    if name == "auto" or name in FORMATS:
         return torch.float32 if device.type == "cpu" else "auto"
-    if name == INT8 and device.type == "cpu":
-        return torch.float32
-    if name == INT8:
-        raise ModelError(f"dtype 'int8' runs on a CPU, not on {device.type}; use device='cpu' or another dtype")
     if name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join((*DTYPES, INT8))}")
+        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join((*DTYPES, *FORMATS))}")
     return DTYPES[name]
 
 
@@ -62,9 +58,11 @@ def open_model(
     """The argument of `lookahead.load` -> model, tokenizer and label. `fused`: see `load_pretrained`."""
     if not isinstance(name, tuple):
         return load_pretrained(name, dtype=dtype, device=device, log=log, fused=fused)
-    if dtype not in ("auto", INT8) or device != "auto":
+    if dtype not in ("auto", *FORMATS) or device != "auto":
         raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is already loaded keeps its own")
     model, tokenizer = name
+    if dtype in FORMATS:
+        model = quantised_copy(model, dtype, log)
     return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__
 
 
@@ -82,9 +80,9 @@ def load_pretrained(
 
     The weights of safetensors files are mapped, and then copied once: to their device, which with `fused` is straight
     into the layout of the graph backend. A dtype other than the files' is converted on the host first. On a CPU
-    the weights stay mapped, whatever `fused` is.
+    the weights stay mapped, whatever `fused` is. Matrices that `dtype` quantises go to the device one by one.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     label = str(name) if name is not None else EMBEDDED
     target = pick_device(device)
@@ -100,10 +98,14 @@ def load_pretrained(
     if log is not None:
         log(f"loading {label} on {target} ...")
     try:
+        if dtype in FORMATS and gguf is None:
+            check_unquantised(AutoConfig.from_pretrained(source), dtype)
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         found: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, report = found
         check_complete(model, report["missing_keys"])
+        if dtype in FORMATS:
+            quantise_model(model, dtype, target, log)
         if fused and target.type != "cpu":
             from lookahead.backends.graph.placing import place_fused
 

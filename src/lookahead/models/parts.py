@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError, rope_limit
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Matrix, Norm, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
@@ -76,6 +77,15 @@ def read_feed_forward(module: Any, activation: str) -> FeedForward:
     fused = hasattr(module, "gate_up_proj")
     gate_up = Matrix((module.gate_up_proj,) if fused else (module.gate_proj, module.up_proj))
     return FeedForward(gate_up, Matrix((module.down_proj,)), Activation.named(activation))
+
+
+def with_bias(linear: Any, bias: torch.nn.Parameter) -> torch.nn.Module:
+    """A linear module with the weights of this one, which has none, and a bias."""
+    if isinstance(linear, QuantisedLinear):
+        return linear.with_bias(bias)
+    made = torch.nn.Linear(linear.in_features, linear.out_features, device="meta")
+    made.weight, made.bias = linear.weight, bias
+    return made
 
 
 def read_ungated(up: Any, down: Any, activation: str, *, transposed: bool = False) -> FeedForward:

@@ -195,5 +195,8 @@ def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def matrix(spec: Matrix, x: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] -> [rows, out]."""
+    """x [rows, in] -> [rows, out]. A quantised part may round x."""
+    if any(spec.formats):
+        apart = [(part, Matrix((part,), spec.transposed)) for part in spec.parts]
+        return torch.cat([part(x) if any(one.formats) else matrix(one, x) for part, one in apart], dim=-1)
     return F.linear(x, spec.weight(), spec.bias())

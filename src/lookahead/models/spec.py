@@ -7,9 +7,10 @@ layer. Tensors and modules are the model's own, not copies, unless a reader has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ class Matrix:
 
     `parts` are the model's own linear modules that read the same x; their outputs are concatenated in y. So
     q, k and v are one Matrix, whether the model has one module for them or three. `transposed`: the modules store their
-    weights as [in, out], as GPT-2's Conv1D does. A part may be quantised: `formats` are the parts' number formats.
+    weights as [in, out], as GPT-2's Conv1D does. A part may be quantised; then it stores [out, in] in any case.
+    `formats` are the parts' number formats.
     """
 
     parts: tuple[torch.nn.Module, ...]
@@ -58,7 +60,7 @@ class Matrix:
         for part in self.parts:
             kind = type(part)
             plain = kind.__name__ == "Conv1D" if self.transposed else _is_linear(kind)
-            if not plain:
+            if not plain and kind is not QuantisedLinear:
                 raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # with an adapter, for instance
 
     @property
@@ -79,7 +81,8 @@ class Matrix:
 
     def weight(self) -> torch.Tensor:
         """W [out, in]: of a single plain part its own tensor, maybe transposed; else a copy."""
-        weights = [_weight(part).T if self.transposed else _weight(part) for part in self.parts]
+        turned = [self.transposed and format is None for format in self.formats]
+        weights = [_weight(part).T if turn else _weight(part) for part, turn in zip(self.parts, turned, strict=True)]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def bias(self) -> torch.Tensor | None:
@@ -94,8 +97,8 @@ class Matrix:
 
 
 def _is_linear(kind: type[torch.nn.Module]) -> bool:
-    """torch's own, ours with quantised weights, or Falcon's, which differs from torch's in how it rounds a bias."""
-    return kind in (torch.nn.Linear, QuantisedLinear) or kind.__name__ == "FalconLinear"
+    """torch's own, or Falcon's, which differs from it in how it rounds a bias."""
+    return kind is torch.nn.Linear or kind.__name__ == "FalconLinear"
 
 
 def _shape(part: torch.nn.Module, transposed: bool) -> tuple[int, int]:
@@ -306,6 +309,18 @@ class Decoder:
         """The layers' windows, each once, None first."""
         found = {block.attention.window for block in self.blocks}
         return sorted(found, key=lambda window: -1 if window is None else window)
+
+
+def matrices_in(part: Any) -> Iterator[Matrix]:
+    """All matrices of a description, or of a part of one."""
+    if isinstance(part, Matrix):
+        yield part
+    elif isinstance(part, Sequence) and not isinstance(part, str):
+        for item in part:
+            yield from matrices_in(item)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from matrices_in(getattr(part, field.name))
 
 
 def _check_shape(name: str, matrix: Matrix, expected: tuple[int | None, int | None]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import lookahead
 from lookahead.backends.base import Backend
+from lookahead.models.quantised import weights_name
 from lookahead.parallel.group import START, Group
 
 FOLD = 4096
@@ -48,6 +49,7 @@ def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict
         "the per-step check": group.check,
         "the model's config": json.loads(json.dumps(config, default=str)),
         "the dtype": str(backend.dtype),
+        "the weights' format": weights_name(model, backend.dtype),
         "the backend": backend.capabilities.name,
         "the tokenizer": _vocabulary(tokenizer),
         "weights": {name: checksum(weight) for name, weight in model.state_dict().items()},

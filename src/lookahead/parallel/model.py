@@ -20,7 +20,7 @@ from lookahead.engine.request import Request
 from lookahead.engine.settings import RequestSettings
 from lookahead.generate import LookaheadModel
 from lookahead.loading.fitting import fitted
-from lookahead.loading.load import INT8, greedy_settings, open_model
+from lookahead.loading.load import greedy_settings, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, TIMEOUT, Group, join
 from lookahead.parallel.handshake import compare, facts_of
@@ -43,7 +43,6 @@ class ParallelModel(LookaheadModel):
         config: LookaheadConfig | None = None,
         backend: str = "auto",
         log: Callable[[str], None] | None = None,
-        int8: bool = False,
     ) -> None:
         with group.guarded():
             if processors := [name for name in greedy_settings(model) if name != "repetition_penalty"]:
@@ -51,7 +50,7 @@ class ParallelModel(LookaheadModel):
                     f"the model's generation config has {processors[0]}, which needs logits, and ranks "
                     "exchange only tokens; run it on one rank"
                 )
-            super().__init__(model, tokenizer, name, config, backend, log, int8)
+            super().__init__(model, tokenizer, name, config, backend, log)
             facts = facts_of(model, tokenizer, self.backend, group)
         compare(group, facts)
         with group.guarded():
@@ -167,7 +166,7 @@ def load(
         device = group.device
     with group.guarded():
         model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log, fused=backend != "eager")
-    loaded = ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
+    loaded = ParallelModel(model, tokenizer, label, group, config, backend, log)
     with group.guarded():
         loaded.prepare(log=log)
     return loaded

@@ -175,7 +175,7 @@ class Metrics:
 
     def _info(self, prefix: str, model: LookaheadModel) -> Metric:
         """Model and device as labels of a metric that is always 1."""
-        facts = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+        facts = {"device": str(model.device), "dtype": model.weights}
         family = GaugeMetricFamily(f"{prefix}:server_info", "Model, device and dtype.", labels=["model_name", *facts])
         family.add_metric([self.model, *facts.values()], 1)
         return family

@@ -28,6 +28,7 @@ from lookahead.backends.cpu.invariance import PATH, SIZES, invariant_nodes, tree
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.sampling import top_tokens
 from lookahead.config import SamplingParams
+from lookahead.loading.formats import quantised_copy
 from lookahead.models.facts import UnsupportedModelError
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
@@ -53,7 +54,7 @@ def model(name: str) -> Any:
 
 @cache
 def backend(name: str = "llama", *, quantised: bool = False) -> CpuBackend:
-    return CpuBackend(model(name), int8=quantised, probed=False)
+    return CpuBackend(quantised_copy(model(name), "int8") if quantised else model(name), probed=False)
 
 
 # Tokens
@@ -280,16 +281,9 @@ def test_unsigned_weights_where_signed_ones_would_overflow(signed: bool, monkeyp
         pytest.skip("this processor adds products in 16 bits")
     made = backend(quantised=True)
     monkeypatch.setattr(int8, "signed_products_are_exact", lambda: signed)
-    other = CpuBackend(model("llama"), int8=True, probed=False)
+    other = CpuBackend(quantised_copy(model("llama"), "int8"), probed=False)
     found = [m.step([greedy(m.open(), PROMPTS[2], root(3), logits=True)])[0].logits for m in (made, other)]
     assert torch.equal(*found)
-
-
-def test_quantised_rows() -> None:
-    matrix = np.array([[0.5, -1.0, 0.25], [0, 0, 0], [1.5e-8, 2e-8, -2e-8]], dtype=np.float32)
-    quantised, scales = int8.quantise(matrix)
-    assert quantised.T.tolist() == [[64, -127, 32], [0, 0, 0], [95, 127, -127]]
-    assert np.allclose(quantised.T * scales[:, None], matrix, atol=0.005, rtol=0.01)
 
 
 # Refusals

@@ -17,6 +17,7 @@ from knobs import DIM, HEADS, KNOBS, KV_HEADS, Maker
 from marks import slow_but
 from model_table import build
 from onnx import load_from_string
+from quantising import quantised
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
 from transformers import DynamicCache
 
@@ -24,12 +25,11 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
-from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import invariant_nodes, parts_of, reduced_model
 from lookahead.backends.cpu.lower import lower
-from lookahead.backends.cpu.onnx_model import Products
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.quantised import Codes, Format
 from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Attention, Decoder, Norm
 
@@ -136,7 +136,7 @@ def decoder(knob: str) -> Decoder:
 
 
 def backend(described: Decoder, *, int8: bool = False) -> CpuBackend:
-    return CpuBackend(carrier(), int8=int8, probed=False, description=described)
+    return CpuBackend(carrier(), probed=False, description=quantised(described) if int8 else described)
 
 
 def tokens(count: int) -> list[int]:
@@ -189,6 +189,20 @@ def test_int8_is_near_fp32() -> None:
         made = backend(described, int8=True)
         (found,) = made.step([greedy(made.open(), tokens(30), tree, logits=True)])
         assert 0 < error(found.logits, forward_tree(described, tokens(30), tree.tokens, tree.parents)) < 0.1, knob
+
+
+@pytest.mark.parametrize("knob", slow_but(ALL, "transposed weights", "heads in groups", "all of the head's knobs"))
+@pytest.mark.parametrize(
+    ("format", "bound"), [(Format(Codes.E4M3, 0), 1e-5), (Format(Codes.E4M3, 0, activations=Codes.E4M3), 0.1)], ids=str
+)
+def test_quantised_weights_are_expanded(knob: str, format: Format, bound: float) -> None:
+    """Where activations are rounded, too, a difference in the last bit may be a step of a code."""
+    described, tree = quantised(decoder(knob), format), random_tree(20, 4)
+    made = backend(described)
+    assert made.dtype is (torch.float32 if format.activations is None else torch.float8_e4m3fn)
+    (found,) = made.step([greedy(made.open(), tokens(30), tree, logits=True)])
+    assert error(found.logits, forward_tree(described, tokens(30), tree.tokens, tree.parents)) < bound
+    assert error(found.logits, forward_tree(decoder(knob), tokens(30), tree.tokens, tree.parents)) > 1e-4
 
 
 # Texts
@@ -272,8 +286,8 @@ def test_exported_layers_are_those_that_transformers_caches() -> None:
 # Nodes
 
 
-def nodes_of(described: Decoder, products: Products | None = None) -> list[str]:
-    file, _ = lower(described, products or Products())
+def nodes_of(described: Decoder) -> list[str]:
+    file, _ = lower(described)
     return [node.op_type for node in load_from_string(file).graph.node]
 
 
@@ -286,7 +300,7 @@ def test_factors_and_orders_of_heads_take_no_nodes() -> None:
 
 
 def test_parallel_halves_share_a_norm_and_its_bytes() -> None:
-    one, two = (nodes_of(decoder(f"parallel, {norms}"), Int8Products()) for norms in ("one norm", "two norms"))
+    one, two = (nodes_of(quantised(decoder(f"parallel, {norms}"))) for norms in ("one norm", "two norms"))
     assert one.count("QuantizeLinear") == 2 * 4 - 1  # of two layers
     assert two.count("QuantizeLinear") == 3 * 4
 

@@ -18,6 +18,7 @@ pytest.importorskip("onnxruntime")
 from described import VOCABULARY, uneven_decoder
 from marks import slow_but
 from model_table import FIRST_ROWS, ROWS, build
+from quantising import quantised
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
 
 from lookahead import LookaheadConfig
@@ -43,7 +44,8 @@ def carrier() -> Any:
 
 @cache
 def backend(*, head_bias: bool = False, int8: bool = False) -> CpuBackend:
-    return CpuBackend(carrier(), int8=int8, probed=False, description=uneven_decoder(head_bias=head_bias))
+    decoder = uneven_decoder(head_bias=head_bias)
+    return CpuBackend(carrier(), probed=False, description=quantised(decoder) if int8 else decoder)
 
 
 def tokens(count: int) -> list[int]:
@@ -235,7 +237,7 @@ def test_groups_of_layers() -> None:
 
 def test_single_matrices_share_the_models_memory() -> None:
     decoder = read(carrier(), "cpu")
-    _, arrays = lower.lower(decoder, lower.Products())
+    _, arrays = lower.lower(decoder)
     own = carrier().model.layers[1]
     assert np.shares_memory(arrays["1.down"], own.mlp.down_proj.weight.detach().numpy())
     assert np.shares_memory(arrays["1.attention_norm"], own.input_layernorm.weight.detach().numpy())

@@ -23,11 +23,11 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.cpu import screen
 from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.heads import Heads
-from lookahead.backends.cpu.onnx_model import Products
 from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.loading.formats import quantised_copy
 from lookahead.models.read import read
 from lookahead.models.reference import forward
 
@@ -44,7 +44,7 @@ def screen_every_head() -> Iterator[None]:
 
 
 def heads(matrix: Any, cap: float | None = None) -> Heads:
-    made = Heads(matrix_of(np.ascontiguousarray(matrix, dtype=np.float32)), Products(), threads=1, cap=cap)
+    made = Heads(matrix_of(np.ascontiguousarray(matrix, dtype=np.float32)), threads=1, cap=cap)
     assert made.screened is not None
     return made
 
@@ -174,7 +174,7 @@ def test_equal_capped_logits_are_not_certain() -> None:
 def test_a_bias_is_scaled_as_the_states_are() -> None:
     matrix, hidden = random_case("random", 200, 32, 2, seed=5)
     bias = np.linspace(-5, 5, 200, dtype=np.float32)
-    made = Heads(matrix_of(matrix, bias), Products(), threads=1, scale=0.2, cap=5.0)
+    made = Heads(matrix_of(matrix, bias), threads=1, scale=0.2, cap=5.0)
     expected = 5 * np.tanh((hidden @ matrix.T + bias) * np.float32(0.2))
     assert np.allclose(made.run(hidden * np.float32(0.2), 1, logits=False).logits, expected, atol=1e-4)
 
@@ -185,21 +185,21 @@ def test_a_bias_is_scaled_as_the_states_are() -> None:
 def test_a_head_that_adds_in_another_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, _ = random_case("random", 200, 576, 1, seed=3)
     monkeypatch.setattr(screen, "PIECE", 64)
-    assert Heads(matrix_of(matrix), Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix), threads=1).screened is None
 
 
 def test_a_small_head_is_not_screened(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, _ = random_case("random", 200, 32, 1, seed=4)
     monkeypatch.setattr(screen, "LEAST_WEIGHTS", matrix.size + 1)
-    assert Heads(matrix_of(matrix), Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix), threads=1).screened is None
     monkeypatch.setattr(screen, "LEAST_WEIGHTS", 0)
-    assert Heads(matrix_of(matrix[:CANDIDATES]), Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix[:CANDIDATES]), threads=1).screened is None
 
 
 def test_a_head_with_a_bias_is_not_screened() -> None:
     matrix, hidden = random_case("random", 200, 32, 2, seed=5)
     bias = np.linspace(-50, 50, 200, dtype=np.float32)
-    made = Heads(matrix_of(matrix, bias), Products(), threads=1)
+    made = Heads(matrix_of(matrix, bias), threads=1)
     assert made.screened is None
     assert np.allclose(made.run(hidden, 1, logits=False).logits, hidden @ matrix.T + bias, atol=1e-4)
 
@@ -277,6 +277,6 @@ def test_a_text_does_not_depend_on_the_head_that_its_neighbours_need(settings: L
 
 
 def test_int8_has_the_full_head_alone() -> None:
-    made = CpuBackend(model(), int8=True, probed=False)
+    made = CpuBackend(quantised_copy(model(), "int8"), probed=False)
     assert made._heads.screened is None
     assert not made.capabilities.kernels.endswith("screened head")

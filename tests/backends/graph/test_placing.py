@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
-from lookahead.backends.graph.placing import matrices_in, place_fused
+from lookahead.backends.graph.placing import place_fused
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.quantised import Codes, Format, quantise
 from lookahead.models.read import read
+from lookahead.models.spec import matrices_in
 
 CPU = torch.device("cpu")
 NAMES = ("llama", "llama-tied-mha", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
@@ -116,6 +118,19 @@ def test_a_model_without_a_reader_stays_as_it_is() -> None:
     before = storages(model)
     place_fused(model, torch.device("meta"))
     assert storages(model) == before
+
+
+def test_quantised_matrices_stay_where_they_are() -> None:
+    model = tiny("Qwen2")
+    first, second = model.model.layers
+    for name in ("q_proj", "k_proj"):
+        layer = getattr(first.self_attn, name)
+        setattr(first.self_attn, name, quantise(layer.weight, Format(Codes.E4M3, 0), layer.bias))
+    before = model.state_dict()
+    place_fused(model, CPU)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    parts = [[getattr(layer.self_attn, f"{name}_proj").bias for name in "qkv"] for layer in (first, second)]
+    assert [len({bias.untyped_storage().data_ptr() for bias in biases}) for biases in parts] == [3, 1]
 
 
 @pytest.mark.parametrize("fused", [True, False])

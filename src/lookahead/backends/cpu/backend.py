@@ -1,4 +1,4 @@
-"""The CPU backend: models in fp32 or int8, lowered to ONNX. A step is a run of the ONNX model.
+"""The CPU backend: models in fp32, plain or quantised, lowered to ONNX. A step is a run of the ONNX model.
 
 A row's numbers do not depend on the other rows of its step. So lookahead's text equals that of single-token steps bit
 for bit, ties included. `invariance` verifies that on this machine.
@@ -21,12 +21,12 @@ from lookahead.backends.cpu.cells import blocks_for, home
 from lookahead.backends.cpu.groups import layer_groups
 from lookahead.backends.cpu.head import Computed
 from lookahead.backends.cpu.heads import Heads
-from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import invariant_nodes, reduced_model
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.lower import check_lowers, state_scale
-from lookahead.backends.cpu.onnx_model import Array, Products
+from lookahead.backends.cpu.onnx_model import Array
 from lookahead.backends.cpu.positions import PositionTables
+from lookahead.backends.cpu.products import computed_in
 from lookahead.backends.cpu.rows import BatchSequence, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.probe import probe
@@ -49,25 +49,23 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     seen. The largest tree whose rows equal single-token steps bit for bit is determined by a check.
     """
 
-    def __init__(
-        self, model: Any, *, int8: bool = False, probed: bool = True, description: Decoder | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, probed: bool = True, description: Decoder | None = None) -> None:
         """`probed=False` skips all numerical checks; `description` replaces the model's own."""
         check_supported(model)
         self.description = read(model, "cpu") if description is None else description
         check_lowers(self.description)
         self.model = model
         self.device = torch.device("cpu")
-        self.dtype = torch.int8 if int8 else torch.float32
+        self.dtype = computed_in(self.description)
         self.max_length = context_length(model.config.get_text_config(decoder=True))
         self.vocab_size = self.description.vocabulary
         self.most_rows = MOST_ROWS
         self.most_nodes: int | None = None
         self.captures = 0
-        products, threads = Int8Products() if int8 else Products(), usable_threads()
-        self._session = Session(self.description, products, threads)
+        threads = usable_threads()
+        self._session = Session(self.description, threads)
         scale, cap = state_scale(self.description), self.description.logit_softcap
-        self._heads = Heads(self.description.head, products, threads, screened=not int8, scale=scale, cap=cap)
+        self._heads = Heads(self.description.head, threads, scale=scale, cap=cap)
         kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
         self.capabilities = Capabilities("cpu", kernels)
         layers = layer_groups(self.description)
@@ -79,7 +77,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         self._last: dict[int, BatchSequence] = {}
         if probed:
             probe(self)
-            small = CpuBackend(model, int8=int8, probed=False, description=reduced_model(self.description))
+            small = CpuBackend(model, probed=False, description=reduced_model(self.description))
             self.capabilities = replace(self.capabilities, exact_nodes=invariant_nodes(small))
 
     def _forget(self, slot: int) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from onnx import helper
 
-from lookahead.backends.cpu.onnx_model import FLOAT, INT64, Array, OnnxModel, Products
+from lookahead.backends.cpu.onnx_model import FLOAT, INT64, Array, OnnxModel
+from lookahead.backends.cpu.products import linear
 from lookahead.backends.cpu.session import start
 from lookahead.models.spec import Matrix
 
@@ -34,9 +35,9 @@ class Computed:
 class Head:
     """Computes all logits."""
 
-    def __init__(self, matrix: Matrix, products: Products, threads: int, cap: float | None = None) -> None:
+    def __init__(self, matrix: Matrix, threads: int, cap: float | None = None) -> None:
         """`matrix` [V, H] is the head itself, maybe with a bias; `cap` is the soft cap of the logits."""
-        self._session = start(*lower_head(matrix, products, cap), threads)
+        self._session = start(*lower_head(matrix, cap), threads)
         self._binding = self._session.io_binding()
         self._logits = torch.empty(0, matrix.shape[0])
 
@@ -57,12 +58,10 @@ class Head:
         return Computed(values, ids, total, logits)
 
 
-def lower_head(
-    matrix: Matrix, products: Products, cap: float | None = None
-) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower_head(matrix: Matrix, cap: float | None = None) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the full head, and the arrays of the weights that it names."""
     made = OnnxModel()
-    capped(made, products.linear(made, "head", "hidden", matrix), cap)
+    capped(made, linear(made, "head", "hidden", matrix), cap)
     made.rename_last("logits")  # an Identity node would copy them
     made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
     add_total(made, "logits")

@@ -10,8 +10,8 @@ import numpy as np
 from lookahead.backends.cpu import screen
 from lookahead.backends.cpu.head import Computed, Head
 from lookahead.backends.cpu.invariance import same_bits
-from lookahead.backends.cpu.lower_parts import plain_matrix
-from lookahead.backends.cpu.onnx_model import Array, Products, array
+from lookahead.backends.cpu.onnx_model import Array, array
+from lookahead.backends.cpu.products import merged
 from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED, ScreenedHead
 from lookahead.models.spec import Matrix
 
@@ -19,30 +19,20 @@ from lookahead.models.spec import Matrix
 class Heads:
     """The full head of a model and, if it pays and is exact here, the screened one (`screened`, else None)."""
 
-    def __init__(
-        self,
-        matrix: Matrix,
-        products: Products,
-        threads: int,
-        *,
-        screened: bool = True,
-        scale: float = 1.0,
-        cap: float | None = None,
-    ) -> None:
-        """`matrix` [V, H] is the head itself; `screened=False` is for products that are not in fp32.
+    def __init__(self, matrix: Matrix, threads: int, *, scale: float = 1.0, cap: float | None = None) -> None:
+        """`matrix` [V, H] is the head itself. The hidden states are multiplied by `scale` already (see
+        `lower.state_scale`); the bias is multiplied here. `cap` is the soft cap of the logits.
 
-        The hidden states are multiplied by `scale` already (see `lower.state_scale`); the bias is multiplied here.
-        `cap` is the soft cap of the logits. A head with a bias is not screened: the bound of `screen` is for a product
+        Quantised heads are not screened, and neither are those with a bias: the bound of `screen` is for a product
         without bias.
         """
-        bias = matrix.bias()
-        if bias is not None and scale != 1.0:
-            matrix = plain_matrix(matrix.weight(), bias * scale)
-        self.full = Head(matrix, products, threads, cap)
+        if matrix.has_bias and scale != 1.0:
+            matrix = merged(matrix, bias_scale=scale)
+        self.full = Head(matrix, threads, cap)
         self.screened: ScreenedHead | None = None
         tokens, width = matrix.shape
         large = tokens * width >= screen.LEAST_WEIGHTS and tokens > CANDIDATES
-        if screened and large and not matrix.has_bias:
+        if large and not any(matrix.formats) and not matrix.has_bias:
             made = ScreenedHead(array(matrix.weight()), threads, cap)
             exact = same_bits(self.full, made, width, MOST_SCREENED, CANDIDATES, scale)
             self.screened = made if exact else None

@@ -14,28 +14,15 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from lookahead.backends.cpu.onnx_model import MICROSOFT, Array, OnnxModel, Products, array
-from lookahead.models.spec import Matrix
+from lookahead.backends.cpu.onnx_model import MICROSOFT, Array, OnnxModel
+from lookahead.models.quantised import Codes, Format
 
+INTEGERS = Format(Codes.INT8, 0, activations=Codes.INT8)
+"""The format of the layers that are computed so."""
 LEVELS = 127
 """The largest magnitude of a quantised number."""
 MIDDLE = 128
 """The unsigned byte that represents zero."""
-
-
-class Int8Products(Products):
-    """Linear layers in int8. Their weights are copies, a quarter as large as the model's own."""
-
-    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:
-        # 1. Quantise the rows.
-        rows, steps = quantised_bytes(made, x)
-        # 2. Multiply the integers, then both scales.
-        quantised, scales = quantise(array(matrix.weight()))
-        result = made.add("Mul", integer_product(made, name, rows, quantised, scales * np.float32(scale)), steps)
-        bias = matrix.bias()
-        if bias is not None:
-            result = made.add("Add", result, made.weight(f"{name}.bias", array(bias * scale)))
-        return result
 
 
 def quantised_bytes(made: OnnxModel, x: str) -> tuple[str, str]:
@@ -80,14 +67,6 @@ def integer_product(made: OnnxModel, name: str, rows: str, quantised: np.ndarray
         domain=MICROSOFT,
     )
     return result
-
-
-def quantise(matrix: Array) -> tuple[np.ndarray[Any, Any], Array]:
-    """A matrix [out, in] -> int8 [in, out] and the scales [out], so that matrix is about int8.T * scales[:, None]."""
-    largest = np.maximum(np.abs(matrix).max(axis=1), np.float32(1e-30))
-    scales = (largest / np.float32(LEVELS)).astype(np.float32)
-    rounded = np.rint(matrix / scales[:, None]).clip(-LEVELS, LEVELS).astype(np.int8)
-    return np.ascontiguousarray(rounded.T), scales
 
 
 @cache

@@ -19,7 +19,7 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
-from lookahead.backends.cpu.lower_parts import plain_matrix
+from lookahead.backends.cpu.products import merged
 from lookahead.config import SamplingParams
 from lookahead.models.spec import Attention, Block, Decoder, FeedForward, Matrix, Norm
 
@@ -46,25 +46,19 @@ def reduced_model(decoder: Decoder) -> Decoder:
         source = block.attention.kv_layer
         if source is not None:  # the layer of its kind has K/V of the same shape
             blocks[number] = replace(block, attention=replace(block.attention, kv_layer=first.index(kinds[source])))
-    embedding, head = decoder.embedding[:VOCABULARY], first_rows(decoder.head, VOCABULARY)
+    embedding, head = decoder.embedding[:VOCABULARY], merged(decoder.head, slice(VOCABULARY))
     return replace(decoder, embedding=embedding, blocks=blocks, head=head)
 
 
 def parts_of(part: Any) -> Any:
     """A description's parts, its shapes and what else decides which nodes it is lowered to; no numbers of it."""
     if isinstance(part, Matrix):
-        return part.shape, part.has_bias, part.transposed
+        return part.shape, part.has_bias, part.transposed, part.formats
     if isinstance(part, torch.Tensor):
         return tuple(part.shape)
     if isinstance(part, Block | Attention | FeedForward | Norm):
         return tuple(parts_of(getattr(part, field.name)) for field in fields(part))
     return part if isinstance(part, bool | Enum) else part is not None
-
-
-def first_rows(matrix: Matrix, rows: int) -> Matrix:
-    """The first `rows` outputs of a matrix, in the same memory."""
-    bias = matrix.bias()
-    return plain_matrix(matrix.weight()[:rows], None if bias is None else bias[:rows])
 
 
 def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:

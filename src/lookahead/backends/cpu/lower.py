@@ -49,7 +49,7 @@ from lookahead.backends.cpu.cells import BLOCK
 from lookahead.backends.cpu.groups import Group, layer_groups
 from lookahead.backends.cpu.lower_attention import attention
 from lookahead.backends.cpu.lower_parts import add_norm, feed_forward, norm
-from lookahead.backends.cpu.onnx_model import FLOAT, INT64, OnnxModel, Products, array
+from lookahead.backends.cpu.onnx_model import FLOAT, INT64, OnnxModel, array
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Block, Decoder
 
@@ -75,7 +75,7 @@ def state_scale(decoder: Decoder) -> float:
     return decoder.logit_scale / (decoder.logit_softcap or 1.0)
 
 
-def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower(decoder: Decoder) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of a step, and the arrays of the weights that it names."""
     made, groups = OnnxModel(), layer_groups(decoder)
     tokens = "tokens"
@@ -89,7 +89,7 @@ def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.nda
         learned = made.weight("position_embedding", array(decoder.position_embedding))
         added = made.add("Gather", learned, "positions")
     for number, (block, group) in enumerate(zip(decoder.blocks, groups, strict=True)):
-        x, added = _block(made, products, block, group, number, x, added)
+        x, added = _block(made, block, group, number, x, added)
     x = made.add("Gather", x, "needed")
     added = None if added is None else made.add("Gather", added, "needed")
     normed, _ = add_norm(made, "norm", decoder.norm, x, added, decoder.hidden, state_scale(decoder))
@@ -98,7 +98,7 @@ def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.nda
 
 
 def _block(
-    made: OnnxModel, products: Products, block: Block, group: Group, number: int, x: str, added: str | None
+    made: OnnxModel, block: Block, group: Group, number: int, x: str, added: str | None
 ) -> tuple[str, str | None]:
     """One block, whose input is x + added [R, hidden]. Returns its output in the same way."""
     # 1. Attention. What a half adds is scaled by its last norm, or else by its last product.
@@ -106,7 +106,7 @@ def _block(
     normed, x = add_norm(made, f"{number}.attention_norm", block.attention_norm, x, added, width)
     after, scale = block.attention_out_norm, block.residual_scale
     in_product = scale if after is None else 1.0
-    attended = attention(made, products, block.attention, group, number, normed, in_product)
+    attended = attention(made, block.attention, group, number, normed, in_product)
     attended = norm(made, f"{number}.attention_out_norm", after, attended, width, scale)
     # 2. The feed-forward; in a parallel block it reads the same x.
     if not block.parallel:
@@ -115,7 +115,7 @@ def _block(
         normed = norm(made, f"{number}.feed_forward_norm", block.feed_forward_norm, x, width)
     after = block.feed_forward_out_norm
     in_product = scale if after is None else 1.0
-    fed = feed_forward(made, products, block.feed_forward, number, normed, in_product)
+    fed = feed_forward(made, block.feed_forward, number, normed, in_product)
     fed = norm(made, f"{number}.feed_forward_out_norm", after, fed, width, scale)
     # 3. The sum, which is left to the next norm if nothing else needs it.
     if block.parallel:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead.backends.cpu.groups import Group
-from lookahead.backends.cpu.lower_parts import norm, plain_matrix
-from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, Products, array
+from lookahead.backends.cpu.lower_parts import norm
+from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, array
+from lookahead.backends.cpu.products import is_integer, linear, merged
 from lookahead.models.spec import Attention, Matrix
 
 HIDDEN = -1e30
@@ -19,15 +20,13 @@ LOWEST, NOTHING = -80.0, 1e-34
 so masked cells add exact zeros. A lower argument would take 8 times as long: denormal numbers are slow."""
 
 
-def attention(
-    made: OnnxModel, products: Products, spec: Attention, group: Group, number: int, normed: str, scale: float
-) -> str:
+def attention(made: OnnxModel, spec: Attention, group: Group, number: int, normed: str, scale: float) -> str:
     """Attention of one layer, times `scale`. Writes the rows' K/V, then reads all of them: [R, hidden] -> [R, hidden].
 
     A layer without its own K/V reads those that the earlier layer `kv_layer` has written.
     """
     # 1. q, k and v; k and v go to their cells.
-    vectors = _vectors(made, products, spec, group, number, normed)
+    vectors = _vectors(made, spec, group, number, normed)
     source = number if spec.kv_layer is None else spec.kv_layer
     keys, values = f"keys_{source}_out", f"values_{source}_out"
     q = made.add("Gather", vectors, group.input("query"), axis=1)
@@ -55,7 +54,7 @@ def attention(
     if spec.sinks is not None:
         total = _add_sinks(made, spec, group, number, highest, total)
     result = made.add("Reshape", made.add("Div", weighted, total), made.constant([-1, spec.heads * spec.head_dim]))
-    return products.linear(made, f"{number}.out", result, spec.out, scale)
+    return linear(made, f"{number}.out", result, spec.out, scale)
 
 
 def _scores(made: OnnxModel, spec: Attention, q: str, keys: str) -> str:
@@ -80,12 +79,12 @@ def _add_sinks(made: OnnxModel, spec: Attention, group: Group, number: int, high
     return result
 
 
-def _vectors(made: OnnxModel, products: Products, spec: Attention, group: Group, number: int, normed: str) -> str:
+def _vectors(made: OnnxModel, spec: Attention, group: Group, number: int, normed: str) -> str:
     """The rows' queries, keys and values at their positions: [R, hidden] -> [1, R A, D]."""
     qkv, gathered = spec.qkv, None
     if spec.head_order is not None:
         qkv, gathered = _ordered(spec.qkv, spec.head_order, spec.head_dim)
-    x = products.linear(made, f"{number}.qkv", normed, qkv)
+    x = linear(made, f"{number}.qkv", normed, qkv)
     if spec.clip is not None:
         x = made.add("Clip", x, made.constant(-spec.clip, np.float32), made.constant(spec.clip, np.float32))
     if gathered is not None:
@@ -109,13 +108,13 @@ def _vectors(made: OnnxModel, products: Products, spec: Attention, group: Group,
 def _ordered(matrix: Matrix, order: tuple[int, ...], dim: int) -> tuple[Matrix, list[int] | None]:
     """A matrix whose heads are in this order, or the matrix itself and the heads to gather from its product.
 
-    The matrix is copied. Where heads occur twice the product is gathered, so that their weights are read only once.
+    The matrix is copied. Where heads occur twice the product is gathered, so that their weights are read only once; and
+    where activations are rounded for a product of floats, because the copy may be in another format.
     """
-    if len(set(order)) < len(order):
+    rounds = any(format is not None and format.activations for format in matrix.formats) and not is_integer(matrix)
+    if len(set(order)) < len(order) or rounds:
         return matrix, list(order)
-    bias = matrix.bias()
-    weight = matrix.weight().unflatten(0, (-1, dim))[list(order)].flatten(0, 1)
-    return plain_matrix(weight, None if bias is None else bias.view(-1, dim)[list(order)].flatten()), None
+    return merged(matrix, [head * dim + column for head in order for column in range(dim)]), None
 
 
 def _head_norms(made: OnnxModel, spec: Attention, number: int, x: str, rows: list[int]) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, Products, array
-from lookahead.models.spec import Activation, FeedForward, Matrix, Norm
+from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, array
+from lookahead.backends.cpu.products import linear
+from lookahead.models.spec import Activation, FeedForward, Norm
 
 
 def add_norm(
@@ -73,15 +74,6 @@ def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
     return tensor if scale == 1.0 else tensor * scale
 
 
-def plain_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-    """A matrix of one part with this weight [out, in] and bias [out], which are not copied."""
-    part = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
-    part.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        part.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return Matrix((part,))
-
-
 def _quick_gelu(factor: float) -> Callable[[OnnxModel, str], str]:
     """x sigmoid(factor x): SiLU if the factor is 1."""
 
@@ -126,9 +118,9 @@ def _xielu(made: OnnxModel, x: str, constants: tuple[float, ...]) -> str:
     return result
 
 
-def feed_forward(made: OnnxModel, products: Products, spec: FeedForward, number: int, normed: str, scale: float) -> str:
+def feed_forward(made: OnnxModel, spec: FeedForward, number: int, normed: str, scale: float) -> str:
     """[R, hidden] -> [R, hidden], times `scale`."""
-    inner = products.linear(made, f"{number}.gate_up", normed, spec.gate_up)
+    inner = linear(made, f"{number}.gate_up", normed, spec.gate_up)
     up = None
     if spec.gated:
         inner, up = made.add("Split", inner, outputs=2, axis=1, num_outputs=2)
@@ -138,4 +130,4 @@ def feed_forward(made: OnnxModel, products: Products, spec: FeedForward, number:
         inner = ACTIVATIONS[spec.activation](made, inner)
     if up is not None:
         inner = made.add("Mul", inner, up)
-    return products.linear(made, f"{number}.down", inner, spec.down, scale)
+    return linear(made, f"{number}.down", inner, spec.down, scale)

@@ -1,4 +1,4 @@
-"""An ONNX model built node by node, and its matrix products."""
+"""An ONNX model built node by node."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from lookahead.models.spec import Matrix
-
-OPSET, IR_VERSION = 18, 10
+OPSET, IR_VERSION = 19, 10
 MICROSOFT = "com.microsoft"
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
@@ -88,17 +86,3 @@ class OnnxModel:
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         file: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
         return file
-
-
-class Products:
-    """Products of rows with a matrix in fp32."""
-
-    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:
-        """Rows [R, in] -> [R, out], times `scale`. A matrix of one part is read in place; one of several is a copy."""
-        bias, weight = matrix.bias(), matrix.weight()
-        biases = [] if bias is None else [made.weight(f"{name}.bias", array(bias))]
-        in_place = matrix.transposed and len(matrix.parts) == 1
-        own = made.weight(name, array(weight.T if in_place else weight))
-        scales: dict[str, Any] = {} if scale == 1.0 else {"alpha": scale, "beta": scale}
-        result: str = made.add("Gemm", x, own, *biases, transB=0 if in_place else 1, **scales)
-        return result

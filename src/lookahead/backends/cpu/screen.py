@@ -34,12 +34,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from onnx import TensorProto, helper
 
 from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total, capped
-from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise
+from lookahead.backends.cpu.int8 import INTEGERS, LEVELS, MIDDLE, integer_product
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, MICROSOFT, Array, OnnxModel
 from lookahead.backends.cpu.session import start
+from lookahead.models.quantised import quantise
 
 CANDIDATES = 64
 """Tokens whose exact logits are computed. On texts of the embedded model the bound left 2 tokens in the median and at
@@ -151,7 +153,8 @@ def quantised_copy(matrix: Array) -> tuple[np.ndarray[Any, Any], Array, Array]:
     scales, errors = np.empty(tokens, np.float32), np.empty((2, tokens), np.float32)
     for begin in range(0, tokens, CHUNK):
         part = slice(begin, begin + CHUNK)
-        copy[:, part], scales[part] = quantise(matrix[part])
+        layer = quantise(torch.from_numpy(matrix[part]), INTEGERS)
+        copy[:, part], scales[part] = layer.codes.view(torch.int8).numpy().T, layer.scales[:, 0].numpy()
         errors[:, part] = errors_of(matrix[part], copy[:, part].T * scales[part, None])
     return copy, scales, errors
 

@@ -11,7 +11,7 @@ import torch
 
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.lower import lower
-from lookahead.backends.cpu.onnx_model import Array, Products
+from lookahead.backends.cpu.onnx_model import Array
 from lookahead.machine import cores
 from lookahead.models.spec import Decoder
 
@@ -40,8 +40,8 @@ def start(file: bytes, arrays: Mapping[str, np.ndarray[Any, Any]], threads: int)
 class Session:
     """Runs steps of one model, up to the hidden states."""
 
-    def __init__(self, decoder: Decoder, products: Products, threads: int) -> None:
-        file, arrays = lower(decoder, products)
+    def __init__(self, decoder: Decoder, threads: int) -> None:
+        file, arrays = lower(decoder)
         self._session = start(file, arrays, threads)
         self._tables = [arrays.get("embedding"), arrays.get("position_embedding")]  # the session may read them in place
         self._binding = self._session.io_binding()

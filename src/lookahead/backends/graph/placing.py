@@ -7,8 +7,6 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -17,14 +15,15 @@ from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
-from lookahead.models.spec import Matrix
+from lookahead.models.spec import matrices_in
 
 
 def place_fused(model: Any, device: torch.device) -> None:
     """Move the matrices that the graph backend fuses to `device`, each once.
 
-    The rest of the model stays where it is, as does all of a model that the graph backend does not run. If the weights
-    are mapped from a file, as `from_pretrained` leaves them if their dtype is kept, the host needs no memory for them.
+    The rest of the model stays where it is, quantised matrices too, as does all of a model that the graph backend does
+    not run. If the weights are mapped from a file, as `from_pretrained` leaves them if their dtype is kept, the host
+    needs no memory for them.
     """
     try:
         decoder = read(model, "graph")
@@ -32,16 +31,5 @@ def place_fused(model: Any, device: torch.device) -> None:
     except UnsupportedModelError:
         return
     for matrix in matrices_in(decoder):
-        fuse_weights(matrix, device)
-
-
-def matrices_in(part: Any) -> Iterator[Matrix]:
-    """All matrices of a description, or of a part of one."""
-    if isinstance(part, Matrix):
-        yield part
-    elif isinstance(part, Sequence) and not isinstance(part, str):
-        for item in part:
-            yield from matrices_in(item)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from matrices_in(getattr(part, field.name))
+        if not any(matrix.formats):
+            fuse_weights(matrix, device)

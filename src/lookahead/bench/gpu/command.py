@@ -21,6 +21,7 @@ from lookahead.bench.gpu import page, parts
 from lookahead.bench.gpu.batch import batch
 from lookahead.bench.gpu.bench import GpuBench
 from lookahead.generate import load as load_model
+from lookahead.loading.formats import FORMATS
 from lookahead.loading.load import DTYPES
 
 PARTS: dict[str, Callable[[GpuBench], None]] = {part.__name__: part for part in (parts.step, parts.speed, batch)}
@@ -50,8 +51,8 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace, load: Callable[..., Any] = load_model, shape: str | None = None) -> str:
     """Measure these parts and write the page; returns the short table. `load` pads the model to `shape`, if given."""
     chosen = [name for name in options.parts if name != "report"]
-    if options.dtype not in DTYPES:
-        raise ValueError(f"--dtype does not know {options.dtype!r}: choose from {', '.join(DTYPES)}")
+    if options.dtype not in (known := (*DTYPES, *FORMATS)):
+        raise ValueError(f"--dtype does not know {options.dtype!r}: choose from {', '.join(known)}")
     if chosen and options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; --device cpu tests the parts, and times nothing")
     bench = GpuBench(options, load, shape)

@@ -129,7 +129,7 @@ class BenchOptions:
     def models(self, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
 
         def draft() -> Any:
-            dtype = str(lm.dtype).removeprefix("torch.")
+            dtype = str(lm.model.dtype).removeprefix("torch.")  # of what is not quantised
             return load_pretrained(self.draft_model, dtype=dtype, device=str(lm.device), log=say)[0]
 
         return Models(lm, load, draft if self.draft_model is not None else None, say)

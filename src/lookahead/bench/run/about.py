@@ -17,7 +17,7 @@ def about(model: Any) -> dict[str, Any]:
     """The facts of a loaded model and this machine, as `Results.begin` wants them."""
     return {
         "model": model.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.weights,
         "device": f"{model.device.type}: {device_name(model.device)}",
         "backend": model.backend.capabilities.name,
         **machine(),

@@ -75,4 +75,4 @@ class Models:
 
 def _kind(lm: Any) -> tuple[str, str]:
     """A loaded model's dtype and backend, by the names that a method asks for them."""
-    return str(lm.dtype).removeprefix("torch."), lm.backend.capabilities.name
+    return lm.weights, lm.backend.capabilities.name

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from lookahead.models.parts import CausalLM, grouped_order, read_norm, read_rope, read_ungated
+from lookahead.models.parts import CausalLM, grouped_order, read_norm, read_rope, read_ungated, with_bias
 from lookahead.models.spec import Attention, Block, Decoder, Matrix, Rope
 
 
@@ -36,8 +34,7 @@ def read_neox_japanese(base: Any, head: Any, config: Any) -> Decoder:
     for layer in base.layers:
         module, out = layer.attention, layer.attention.dense
         if module.dense_bias is not None:
-            out = torch.nn.Linear(out.in_features, out.out_features, device="meta")
-            out.weight, out.bias = module.dense.weight, module.dense_bias
+            out = with_bias(out, module.dense_bias)
         blocks.append(
             Block(
                 read_norm(layer.input_layernorm),

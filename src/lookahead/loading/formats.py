@@ -1,0 +1,111 @@
+"""Quantise a model while it is loaded: `dtype='fp8'`, 'int8' or 'int4'.
+
+Weights are rounded to the nearest values of a format, without any calibration. That are the linear layers of the
+decoder blocks; embeddings, norms, the LM head and routers of experts keep the dtype of 'auto'. Each matrix goes to the
+device, is quantised there and replaces its module, one after the other, so that the device never holds the whole model
+as it was. On a CPU int8 also rounds activations and quantises the head: then the CPU backend multiplies integers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lookahead.backends.support import input_device
+from lookahead.models.facts import UnsupportedModelError, kind_of, tensor_parallel_ranks
+from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
+from lookahead.models.spec import Matrix
+
+FORMATS = {"fp8": Format(Codes.E4M3, 0), "int8": Format(Codes.INT8, 0), "int4": Format(Codes.INT4, 128)}
+"""A `dtype` that quantises -> its format: a scale per row, or in int4 per 128 columns of a row."""
+CPU_INT8 = Format(Codes.INT8, 0, activations=Codes.INT8)
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""What modules that choose experts are called. They are small, and their rounding would change which experts run."""
+
+Log = Callable[[str], None]
+
+
+def quantised_copy(model: Any, dtype: str, log: Log | None = None) -> Any:
+    """A quantised model beside one that is already loaded, which is unchanged. They share what is not quantised."""
+    tensors = [*model.parameters(), *model.buffers()]
+    made = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    quantise_model(made, dtype, input_device(model), log)
+    return made
+
+
+@torch.no_grad()
+def quantise_model(model: Any, dtype: str, device: torch.device, log: Log | None = None) -> None:
+    """Replace the linear layers that this `dtype` quantises. Their codes are on `device`, the rest stays where it is.
+
+    Raises ValueError for a model that cannot be quantised.
+    """
+    format = CPU_INT8 if dtype == "int8" and device.type == "cpu" else FORMATS[dtype]
+    check_unquantised(model.config, dtype)
+    _check_whole(model, dtype)
+    made: dict[torch.nn.Module, QuantisedLinear] = {}
+    for parent, name, layer in linear_layers(model, head=format.activations is not None):
+        if layer not in made:
+            matrix = Matrix((layer,), transposed=type(layer).__name__ == "Conv1D")
+            if format.codes.bits == 4 and matrix.shape[1] % 2:  # two codes are one byte
+                continue
+            made[layer] = quantise(matrix.weight().to(device), format, matrix.bias())
+        setattr(parent, name, made[layer].train(layer.training))
+    if not made:
+        raise ValueError(f"dtype={dtype!r}: {kind_of(model)} has no linear layers that can be quantised; leave it out")
+    if log is not None:
+        own = str(model.dtype).removeprefix("torch.")
+        log(f"note: dtype={dtype!r} rounds the weights of {len(made)} matrices: texts differ from those in {own}")
+
+
+def linear_layers(model: Any, *, head: bool) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """The linear modules of the decoder's layers, and with `head` the LM head: parent, name in it, and module."""
+    found = [(parent, *child) for parent in decoder_layers(model).modules() for child in parent.named_children()]
+    if head:
+        last = model.get_output_embeddings()
+        found += [
+            (parent, *child) for parent in model.modules() for child in parent.named_children() if child[1] is last
+        ]
+    for parent, name, module in found:
+        if (
+            type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+        ) and name not in ROUTERS:
+            yield parent, name, module
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The decoder's layers: the list of modules beside its input embedding. It is empty if there is none."""
+    embedding = model.get_input_embeddings()
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for parent in model.modules():
+        if any(child is embedding for child in parent.children()):
+            lists = [child for child in parent.children() if isinstance(child, torch.nn.ModuleList)]
+            return next((layers for layers in lists if len(layers) == count), torch.nn.ModuleList())
+    return torch.nn.ModuleList()
+
+
+def check_unquantised(config: Any, dtype: str) -> None:
+    """Raise ValueError for the config of a checkpoint that is quantised already."""
+    given = getattr(config, "quantization_config", None)
+    if given is not None:
+        method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+        raise ValueError(f"dtype={dtype!r}: it is quantised already ({getattr(method, 'value', method)}); leave it out")
+
+
+def _check_whole(model: Any, dtype: str) -> None:
+    """Raise ValueError for a model whose matrices are not all there, as plain tensors of its own modules."""
+    reason = None
+    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        reason = "it is quantised already"
+    elif any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        reason = "adapters are not quantised; merge them into the model first"
+    elif tensor_parallel_ranks(model) > 1:
+        reason = "its weights are split between processes"
+    elif any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
+        reason = "it is spread over devices"
+    elif not all(type(parameter.data) is torch.Tensor for parameter in model.parameters()):
+        reason = "it is quantised already"
+    if reason is not None:
+        raise UnsupportedModelError(f"dtype={dtype!r}: {reason}; leave it out")
