@@ -143,7 +143,9 @@ def test_a_config_without_a_dtype_is_not_that_of_its_codes(make_model: Any, toke
 
     from lookahead.loading.quantised.quantizer import quantised_config
 
-    found: Any = AutoModelForCausalLM.from_pretrained(tmp_path, config=quantised_config(str(tmp_path)), dtype="auto")
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=quantised_config(str(tmp_path), torch.device("cpu")), dtype="auto"
+    )
     assert found.dtype is torch.bfloat16
 
 
@@ -272,3 +274,31 @@ def test_pickled_checkpoints_are_refused(make_model: Any, tokenizer: Any, tmp_pa
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="quantised ones are read from safetensors only"):
         load_pretrained(tmp_path, device="cpu")
+
+
+# Names that differ between the files and the model
+
+
+def rename(folder: Path, change_name: Callable[[str], str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save(folder, {change_name(name): tensor for name, tensor in tensors.items()}, 1)
+
+
+def test_files_of_the_model_without_its_head_have_other_names(make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    dense = write(tmp_path, make_model(tie_word_embeddings=True), tokenizer, CASES["ct-4-order"])
+    rename(tmp_path, lambda name: name.removeprefix("model."))
+    model, _, _ = load_pretrained(tmp_path, device="cpu")
+    assert len(layers(model)) == 14
+    check_weights(model, dense)
+
+
+def test_a_model_with_pictures_has_other_names_in_its_files(tokenizer: Any, tmp_path: Path) -> None:
+    """As Gemma 3's were written before transformers 5: `language_model.model` is now `model.language_model`."""
+    from pictures import model_of
+
+    case = Case(CASES["ct-4-order"].config, CASES["ct-4-order"].pack, plain=("lm_head",))
+    dense = write(tmp_path, model_of("gemma3"), tokenizer, case)
+    rename(tmp_path, lambda name: name.replace("model.language_model.", "language_model.model."))
+    model, _, _ = load_pretrained(tmp_path, device="cpu")
+    check_weights(model, dense)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

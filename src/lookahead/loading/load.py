@@ -102,7 +102,7 @@ def load_pretrained(
         log(f"loading {label} on {target} ...")
     try:
         if gguf is None:
-            options |= quantised_options(source)
+            options |= quantised_options(source, target)
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         found: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, report = found
@@ -135,11 +135,11 @@ def check_complete(model: Any, missing: Collection[str]) -> None:
         raise ValueError(f"its files have no weights for {weights[0]}{others}")
 
 
-def quantised_options(source: str) -> dict[str, Any]:
+def quantised_options(source: str, device: torch.device) -> dict[str, Any]:
     """What `from_pretrained` needs to read a quantised checkpoint; nothing for others."""
     from lookahead.loading.quantised.quantizer import quantised_config
 
-    config = quantised_config(source)
+    config = quantised_config(source, device)
     return {} if config is None else {"config": config}
 
 

@@ -18,10 +18,9 @@ from lookahead.loading.quantised.weights import (
     bytes_of,
     check_size,
     group_of,
-    nibbles_of,
+    integers,
     required,
 )
-from lookahead.models.quantised import Codes, Format, packed
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Per output column of a word, the place of its nibble."""
@@ -43,12 +42,16 @@ def awq_reader(config: Mapping[str, Any]) -> Reader:
         width, out = len(qweight), 8 * qweight.shape[1]
         check_size("scales", scales, len(scales), out)
         check_size("qzeros", qzeros, len(scales), out // 8)
-        format = Format(Codes.INT4, group_of(width, len(scales), size), zeros=True)
-        return Weights(format, packed(columns(qweight).T), scales.T, zeros=columns(qzeros).T)
+        group = group_of(width, len(scales), size)
+        return integers(columns(qweight), 4, group, scales.T, columns(qzeros))
 
     return Reader(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales"}), read)
 
 
 def columns(words: torch.Tensor) -> torch.Tensor:
-    """The nibbles of words in the order of their output columns: int32 [n, out / 8] -> uint8 [n, out]."""
-    return nibbles_of(bytes_of(words)).unflatten(1, (-1, 8))[:, :, list(PLACES)].flatten(1)
+    """The nibbles of words by their output columns: int32 [n, out / 8] -> uint8 [out, n].
+
+    Words are transposed, not nibbles, which takes three times as long.
+    """
+    stored = bytes_of(words.T).unflatten(1, (-1, 4))  # [out / 8, n, 4]
+    return torch.stack([stored[..., place // 2] >> 4 * (place % 2) & 15 for place in PLACES], 1).flatten(0, 1)

@@ -24,11 +24,12 @@ from lookahead.loading.quantised.weights import (
     bytes_of,
     check_dtype,
     check_size,
+    integers,
     nibbles_of,
+    order_of,
     per_row,
     required,
-    signed,
-    sorted_by_group,
+    unpacked_words,
 )
 from lookahead.models.quantised import Codes, Format, packed
 
@@ -91,9 +92,11 @@ def scheme_of(group: Any, format: str) -> Scheme:
     if bits not in ALLOWED.get((format, kind), ()):
         raise ValueError(f"compressed-tensors {format!r} of {bits} bits ({kind})")
     strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if isinstance(block, str):  # older files: "128x128"
+        block = [int(size) for size in block.split("x")]
     if strategy not in (None, "tensor", "channel", "group", "block"):
         raise ValueError(f"compressed-tensors {format!r} with strategy {strategy!r}")
-    if strategy == "block" and (kind != "float" or not block or isinstance(block, str)):
+    if strategy == "block" and (kind != "float" or len(block or ()) != 2):
         raise ValueError(f"compressed-tensors {format!r} with blocks {block!r}")
     size = weights.get("group_size") or 0
     return Scheme(
@@ -121,12 +124,14 @@ def weights_of(scheme: Scheme, tensors: Tensors, shape: tuple[int, int]) -> Weig
     if zero is None or scheme.bits == 8:
         return int8_weights(weight, scale, zero, group=group)
     check_dtype("weight", weight, torch.int8)
-    if shape[1] % 2:
-        raise ValueError(f"its {shape[1]} columns cannot be packed in pairs")
     scales = grouped(scale, *shape, group) if group else per_row(scale, shape[0])
-    zeros = (zero.to(torch.int8) + 8).to(torch.uint8)
-    zeros = zeros if group else per_row(zeros, shape[0])
-    return Weights(Format(Codes.INT4, group, zeros=True), packed(weight + 8), scales, zeros=zeros)
+    zeros = unsigned(zero if group else per_row(zero, shape[0]))
+    return integers(unsigned(weight), 4, group, scales, zeros)
+
+
+def unsigned(nibbles: torch.Tensor) -> torch.Tensor:
+    """Signed 4-bit numbers plus 8."""
+    return (nibbles.to(torch.int8) + 8).view(torch.uint8)
 
 
 def packed_weights(bits: int, group: int, asymmetric: bool, tensors: Tensors, shape: tuple[int, int]) -> Weights:
@@ -134,27 +139,17 @@ def packed_weights(bits: int, group: int, asymmetric: bool, tensors: Tensors, sh
     (out, width), words = shape, required(tensors, "weight_packed")
     if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [out, width]:
         raise ValueError(f"its weight_shape is {tensors['weight_shape'].tolist()}, and the model's {[out, width]}")
-    if width % (8 // bits):
-        raise ValueError(f"its {width} columns cannot be packed in pairs")
     check_size("weight_packed", words, out, -(-width * bits // 32))
-    codes, kind = bytes_of(words)[:, : width * bits // 8], Codes.INT4 if bits == 4 else Codes.INT8
     scale = required(tensors, "weight_scale")
     scales = grouped(scale, out, width, group) if group else per_row(scale, out)
     zeros = None
     if asymmetric:
-        down = bytes_down(required(tensors, "weight_zero_point"))  # [groups, bytes]
-        zeros = (nibbles_of(down) if bits == 4 else down)[:, :out].T
+        zeros = unpacked_words(bytes_down(required(tensors, "weight_zero_point")), bits)[:, :out].T
         check_size("weight_zero_point", zeros, *scales.shape)
-    if bits == 8:
-        if zeros is not None and not (zeros == 128).all():
-            raise ValueError("its 8-bit weights have zero points, which are read for 4 bits only")
-        codes, zeros = signed(codes), None
     order, index = None, tensors.get("weight_g_idx")
     if index is not None and (index >= 0).all():  # -1: not in use
-        codes, *sorting = sorted_by_group(codes, kind, group, index)
-        order = sorting[0] if sorting else None
-    format = Format(kind, group, zeros=zeros is not None, ordered=order is not None)
-    return Weights(format, codes, scales, zeros=zeros, order=order)
+        order = order_of(index, width, group)
+    return integers(unpacked_words(bytes_of(words), bits)[:, :width], bits, group, scales, zeros, order)
 
 
 def mxfp4_weights(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int]) -> Weights:
@@ -162,4 +157,4 @@ def mxfp4_weights(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, in
     check_dtype("weight_packed", codes, torch.uint8)
     check_dtype("weight_scale", scale, torch.uint8, torch.float8_e8m0fnu)
     check_size("weight_packed", codes, shape[0], shape[1] // 2)
-    return Weights(Format(Codes.E2M1, 32), codes, grouped(scale.view(torch.uint8), *shape, 32))
+    return Weights(Format(Codes.E2M1, 32), packed(nibbles_of(codes)), grouped(scale.view(torch.uint8), *shape, 32))

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lookahead.loading.quantised.weights import (
     Reader,
     Tensors,
@@ -20,12 +18,11 @@ from lookahead.loading.quantised.weights import (
     bytes_of,
     check_size,
     group_of,
-    nibbles_of,
+    integers,
+    order_of,
     required,
-    signed,
-    sorted_by_group,
+    unpacked_words,
 )
-from lookahead.models.quantised import Codes, Format
 
 
 def gptq_reader(config: Mapping[str, Any]) -> Reader:
@@ -42,29 +39,15 @@ def gptq_reader(config: Mapping[str, Any]) -> Reader:
         own = 32 * len(qweight) // width  # a layer may have more bits than the config says
         if own not in (4, 8):
             raise ValueError(f"it has {own} bits")
-        kind = Codes.INT4 if own == 4 else Codes.INT8
         check_size("qweight", qweight, width * own // 32, out)
         check_size("scales", scales, len(scales), out)
         check_size("qzeros", qzeros, len(scales), -(-out * own // 32))
-        group, codes = group_of(width, len(scales), size), bytes_down(qweight)
-        zeros = zero_points(qzeros, own, less)[:, :out].T
-        centred = bool((zeros == 2 ** (own - 1)).all())
-        if own == 8:
-            if not centred:
-                raise ValueError("its 8-bit weights have zero points, which are read for 4 bits only")
-            codes = signed(codes)
-        order = None
-        if "g_idx" in tensors:
-            codes, *sorting = sorted_by_group(codes, kind, group, tensors["g_idx"])
-            order = sorting[0] if sorting else None
-        plain = own == 8 or (symmetric and centred)
-        format = Format(kind, group, zeros=not plain, ordered=order is not None)
-        return Weights(format, codes, scales.T, zeros=None if plain else zeros, order=order)
+        group = group_of(width, len(scales), size)
+        zeros = (unpacked_words(bytes_of(qzeros), own)[:, :out].T + less) & (2**own - 1)
+        if symmetric and (zeros == 2 ** (own - 1)).all():
+            zeros = None
+        codes, index = unpacked_words(bytes_down(qweight), own), tensors.get("g_idx")
+        order = None if index is None else order_of(index, width, group)
+        return integers(codes, own, group, scales.T, zeros, order)
 
     return Reader(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read)
-
-
-def zero_points(words: torch.Tensor, bits: int, less: bool) -> torch.Tensor:
-    """The zero points uint8 [n, columns] of words, which may be stored `less` one (0 as the largest code)."""
-    stored = bytes_of(words) if bits == 8 else nibbles_of(bytes_of(words))
-    return (stored + less) & (2**bits - 1)

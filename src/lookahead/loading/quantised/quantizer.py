@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lookahead.loading.quantised.formats import method_of, reader_of
+from lookahead.loading.quantised.methods import method_of, reader_of
 from lookahead.loading.quantised.weights import UNUSED, Reader
 from lookahead.models.quantised import QuantisedLinear
 
@@ -30,10 +31,11 @@ METHOD = "lookahead"
 """The name of our quantizer in transformers."""
 
 
-def quantised_config(source: str) -> Any:
+def quantised_config(source: str, device: torch.device) -> Any:
     """The config for `from_pretrained` of a quantised checkpoint, which has it loaded by our quantizer; else None.
 
-    Raises ValueError for a format that is not read.
+    The quantised layers will be on `device`, where their codes are put in order. Raises ValueError for a format that
+    is not read.
     """
     config = AutoConfig.from_pretrained(source)
     found = getattr(config, "quantization_config", None)
@@ -43,16 +45,16 @@ def quantised_config(source: str) -> Any:
         return None
     given = dict(found if isinstance(found, dict) else found.to_dict())
     reader_of(given)
-    config.quantization_config = {"quant_method": METHOD, "given": given}
+    config.quantization_config = {"quant_method": METHOD, "given": given, "device": str(device)}
     return config
 
 
 @register_quantization_config(METHOD)
 class StoredConfig(QuantizationConfigMixin):
-    """The checkpoint's own `quantization_config`."""
+    """The checkpoint's own `quantization_config`, and the device of its quantised layers."""
 
-    def __init__(self, quant_method: Any, given: dict[str, Any]) -> None:
-        self.quant_method, self.given = quant_method, given
+    def __init__(self, quant_method: Any, given: dict[str, Any], device: str) -> None:
+        self.quant_method, self.given, self.device = quant_method, given, device
 
 
 @dataclass
@@ -61,12 +63,6 @@ class StoredLayer:
 
     name: str
     files: dict[str, str] = field(default_factory=dict)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Mapped, not read."""
-        for local, file in self.files.items():
-            with safe_open(file, framework="pt") as opened:
-                yield local, opened.get_tensor(f"{self.name}.{local}")
 
 
 @register_quantizer(METHOD)
@@ -77,7 +73,7 @@ class StoredQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: StoredConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.given = quantization_config.given
+        self.given, self.device = quantization_config.given, quantization_config.device
         self.layers: dict[str, StoredLayer] = {}
 
     @property
@@ -117,12 +113,16 @@ class StoredQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         dtype: torch.dtype = model.config.dtype
         reader = self.reader
-        for name, layer in self.layers.items():
-            try:
-                linear = read_layer(reader, layer, model.get_submodule(name), dtype)
-            except ValueError as error:
-                raise ValueError(f"{layer.name} cannot be read: {error}") from error
-            model.set_submodule(name, linear)
+        with ExitStack() as stack:
+            names = {file for layer in self.layers.values() for file in layer.files.values()}
+            files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in names}
+            for name, layer in self.layers.items():
+                tensors = {one: files[file].get_tensor(f"{layer.name}.{one}") for one, file in layer.files.items()}
+                try:
+                    linear = self._read(reader, layer.name, tensors, model.get_submodule(name), dtype)
+                except ValueError as error:
+                    raise ValueError(f"{layer.name} cannot be read: {error}") from error
+                model.set_submodule(name, linear)
         # transformers 5.17 keeps the files' dtype of tensors whose names it changes.
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dtype not in (dtype, torch.float32):
@@ -130,13 +130,43 @@ class StoredQuantizer(HfQuantizer):
         model.config.quantization_config = self.given
         return model
 
+    def _read(
+        self, reader: Reader, name: str, tensors: dict[str, torch.Tensor], awaited: Any, dtype: torch.dtype
+    ) -> QuantisedLinear:
+        """The layer of these tensors, which are mapped, not read. Its bias stays where the other parameters are."""
+        bias = tensors.pop("bias", None)
+        strange = sorted(tensors.keys() - reader.known - UNUSED)
+        if strange:
+            raise ValueError(f"it has a {strange[0]}, whose meaning is not known")
+        if bias is None and awaited.bias is not None:
+            raise ValueError("it has no bias")
+        if bias is not None and awaited.bias is None and not bias.any():
+            bias = None  # GPTQ's files have a bias for every layer
+        own = {local: tensor.to(self.device) for local, tensor in tensors.items()}
+        linear = reader.read(name, own, awaited.shape).linear(bias, dtype)
+        if (linear.out_features, linear.in_features) != awaited.shape:
+            raise ValueError(f"it is {linear.out_features} x {linear.in_features}, and the model's {awaited.shape}")
+        return linear
+
 
 class Awaited(torch.nn.Module):
-    """A linear layer whose tensors will be read last."""
+    """A linear layer whose tensors will be read last.
+
+    Its weight and bias have no numbers, and are no parameters: some classes initialise those of their layers by name.
+    """
 
     def __init__(self, module: torch.nn.Linear) -> None:
         super().__init__()
-        self.shape, self.has_bias = (module.out_features, module.in_features), module.bias is not None
+        self.shape = module.out_features, module.in_features
+        self.weight = initialised(torch.empty(self.shape, device="meta"))
+        has_bias = module.bias is not None
+        self.bias = initialised(torch.empty(module.out_features, device="meta")) if has_bias else None
+
+
+def initialised(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that transformers does not initialise."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def stored_layers(files: list[str], reader: Reader) -> list[StoredLayer]:
@@ -171,19 +201,3 @@ def model_names(model: Any, layers: list[StoredLayer]) -> Iterator[tuple[str, St
         if converted is not None or "experts" in layer.name.split("."):
             raise ValueError(f"{layer.name} is quantised and part of a mixture of experts, which is not supported")
         yield key.removesuffix(".weight"), layer
-
-
-def read_layer(reader: Reader, layer: StoredLayer, awaited: Awaited, dtype: torch.dtype) -> QuantisedLinear:
-    tensors = dict(layer.tensors())
-    bias = tensors.pop("bias", None)
-    strange = sorted(tensors.keys() - reader.known - UNUSED)
-    if strange:
-        raise ValueError(f"it has a {strange[0]}, whose meaning is not known")
-    if bias is None and awaited.has_bias:
-        raise ValueError("it has no bias")
-    if bias is not None and not awaited.has_bias and not bias.any():
-        bias = None  # GPTQ's files have a bias for every layer
-    linear = reader.read(layer.name, tensors, awaited.shape).linear(bias, dtype)
-    if (linear.out_features, linear.in_features) != awaited.shape:
-        raise ValueError(f"it is {linear.out_features} x {linear.in_features}, and the model's {awaited.shape}")
-    return linear

@@ -77,26 +77,26 @@ def check_size(name: str, tensor: torch.Tensor, *expected: int) -> None:
         raise ValueError(f"its {name} is {list(tensor.shape)}, where {list(expected)} is expected")
 
 
-def nibbles_of(codes: torch.Tensor) -> torch.Tensor:
-    """Nibbles [out, 2 x bytes] of uint8 [out, bytes], the low one of a byte first."""
-    return torch.stack([codes & 15, codes >> 4], 2).flatten(1)
+def nibbles_of(stored: torch.Tensor) -> torch.Tensor:
+    """Nibbles [n, 2 x m] of bytes [n, m], the low one of a byte first, as they are in all words."""
+    return torch.stack([stored & 15, stored >> 4], 2).flatten(1)
+
+
+def unpacked_words(stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes [n, m] in the bytes of words."""
+    return stored if bits == 8 else nibbles_of(stored)
 
 
 def bytes_of(words: torch.Tensor) -> torch.Tensor:
     """The bytes uint8 [n, 4 x m] of int32 [n, m]."""
     check_dtype("packed tensor", words, torch.int32)
-    return words.contiguous().view(torch.uint8)
+    return words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
 
 
 def bytes_down(words: torch.Tensor) -> torch.Tensor:
     """The bytes of words that are packed along the first dimension: int32 [n, m] -> uint8 [m, 4 x n]."""
     n, m = words.shape
     return bytes_of(words).view(n, m, 4).permute(1, 0, 2).reshape(m, 4 * n)
-
-
-def signed(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes that stand for themselves less 128, as the codes of INT8."""
-    return codes ^ 128
 
 
 def per_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
@@ -108,23 +108,40 @@ def per_row(scale: torch.Tensor, rows: int) -> torch.Tensor:
     return scale.reshape(rows, 1)
 
 
-def sorted_by_group(codes: torch.Tensor, kind: Codes, group: int, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sort columns by their groups: codes [out, bytes] and the groups [in] of their columns -> codes, order [in].
-
-    Only codes, if the columns are sorted already.
-    """
+def order_of(index: torch.Tensor, width: int, group: int) -> torch.Tensor | None:
+    """The columns [in] sorted by their groups, given the group [in] of each; None if they are sorted already."""
     check_dtype("group index", index, torch.int32, torch.int64)
-    width = codes.shape[1] * 8 // kind.bits
     check_size("group index", index, width)
     expected = torch.arange(width, device=index.device) // (group or width)
     order = index.long().argsort(stable=True)
     if not torch.equal(index[order].long(), expected):
         raise ValueError(f"its groups do not all have {group} columns")
-    if torch.equal(index.long(), expected):
-        return (codes,)
-    if kind.bits == 8:
-        return codes[:, order], order
-    return packed(nibbles_of(codes)[:, order]), order
+    return None if torch.equal(index.long(), expected) else order
+
+
+def integers(
+    codes: torch.Tensor,
+    bits: int,
+    group: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> Weights:
+    """Weights of unsigned codes uint8 [out, in] in their own order of columns, one per byte.
+
+    A code less its zero point, or less half of the codes, is what the scale multiplies. `zeros` [out, groups] and
+    scales belong to the columns in `order`.
+    """
+    if order is not None:
+        codes = codes[:, order]
+    if bits == 8:
+        if zeros is not None and not (zeros == 128).all():
+            raise ValueError("its 8-bit weights have zero points, which are read for 4 bits only")
+        return Weights(Format(Codes.INT8, group, ordered=order is not None), codes ^ 128, scales, order=order)
+    if codes.shape[1] % 2:
+        raise ValueError(f"its {codes.shape[1]} columns cannot be packed in pairs")
+    format = Format(Codes.INT4, group, zeros=zeros is not None, ordered=order is not None)
+    return Weights(format, packed(codes), scales, zeros=zeros, order=order)
 
 
 def group_of(width: int, groups: int, size: int) -> int:
