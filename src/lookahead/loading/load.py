@@ -80,7 +80,9 @@ def load_pretrained(
 
     The weights of safetensors files are mapped, and then copied once: to their device, which with `fused` is straight
     into the layout of the graph backend. A dtype other than the files' is converted on the host first. On a CPU
-    the weights stay mapped, whatever `fused` is. Matrices that `dtype` quantises go to the device one by one.
+    the weights stay mapped, whatever `fused` is. Quantised weights stay quantised: see `loading.quantised`. Those of a
+    `.gguf` file do where they run in half precision on a GPU, and are expanded elsewhere. Matrices that `dtype`
+    quantises go to the device one by one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -98,14 +100,22 @@ def load_pretrained(
     if log is not None:
         log(f"loading {label} on {target} ...")
     try:
-        if dtype in FORMATS and gguf is None:
-            check_unquantised(AutoConfig.from_pretrained(source), dtype)
+        if gguf is None:
+            if dtype in FORMATS:
+                check_unquantised(AutoConfig.from_pretrained(source), dtype)
+            options |= quantised_options(source, target)
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         found: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, report = found
         check_complete(model, report["missing_keys"])
+        if "config" not in options:
+            check_unscaled(report["unexpected_keys"])
         if dtype in FORMATS:
             quantise_model(model, dtype, target, log)
+        elif gguf is not None and target.type == "cuda" and model.dtype.itemsize == 2:
+            from lookahead.loading.quantised.gguf import keep_packed
+
+            keep_packed(model, gguf)
         if fused and target.type != "cpu":
             from lookahead.backends.graph.placing import place_fused
 
@@ -126,6 +136,21 @@ def check_complete(model: Any, missing: Collection[str]) -> None:
     if weights:
         others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         raise ValueError(f"its files have no weights for {weights[0]}{others}")
+
+
+def quantised_options(source: str, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` needs to read a quantised checkpoint; nothing for others."""
+    from lookahead.loading.quantised.quantizer import quantised_config
+
+    config = quantised_config(source, device)
+    return {} if config is None else {"config": config}
+
+
+def check_unscaled(unexpected: Collection[str]) -> None:
+    """Raise ValueError if the files have scales of quantised weights that nothing has applied to them."""
+    scales = sorted(name for name in unexpected if name.endswith((".weight_scale", ".weight_scale_inv")))
+    if scales:
+        raise ValueError(f"its files have {scales[0]}, and its config does not say how its weights are quantised")
 
 
 def fix_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
