@@ -36,6 +36,7 @@ from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import MAX_SEQUENCES
 from lookahead.generate import Completion, LookaheadModel
+from lookahead.models.quantised import weights_name
 from lookahead.stats import Stats
 
 SETS = ("mt-bench", "humaneval", "translation", "cnn-dm", "retrieval", "gsm8k")
@@ -69,6 +70,12 @@ def prompts_of(name: str, folder: Path, count: int) -> list[Prompt]:
     return [Prompt(f"{name}-{i}", (text,)) for i, text in enumerate(asked)]
 
 
+def weight_bytes(model: Any) -> int:
+    """The memory of a model's parameters and buffers, each once."""
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
 class Answers:
     """Measures a loaded model, and prints a record for each set."""
 
@@ -83,6 +90,8 @@ class Answers:
             about = {
                 "gpu": device_name(self.lm.device),
                 "model": self.lm.name,
+                "weights": weights_name(self.lm.model, self.lm.dtype),
+                "weight_bytes": weight_bytes(self.lm.model),
                 "tokens": self.options.tokens,
                 **versions(),
             }
@@ -143,14 +152,15 @@ class Answers:
 def run(lm: LookaheadModel, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Measure the sets and streams of the options."""
     answers, sets = Answers(lm, options), dict[str, list[list[int]]]()
-    for name in SETS:
+    for name in options.sets:
         sets[name] = [prompt_ids(lm, prompt) for prompt in prompts_of(name, options.data_dir, options.limit)]
     for settings in ({}, TEMPERATURE):  # what happens once per kind of step happens here
-        lm.generate(sets["mt-bench"][0], max_tokens=16, **settings)
+        lm.generate(next(iter(sets.values()))[0], max_tokens=16, **settings)
     for name, prompts in sets.items():
         answers.compare(name, prompts)
-    pairs = zip(sets["mt-bench"], sets["humaneval"], strict=True)
-    answers.compare("sampled", [prompt for pair in pairs for prompt in pair][: options.limit], **TEMPERATURE)
+    if {"mt-bench", "humaneval"} <= set(sets):
+        pairs = zip(sets["mt-bench"], sets["humaneval"], strict=True)
+        answers.compare("sampled", [prompt for pair in pairs for prompt in pair][: options.limit], **TEMPERATURE)
     if options.streams:
         lm.prepare(max(options.streams))
         others = [prompt for name in STREAM_SETS for prompt in load_prompts(name, options.data_dir, 400, 1)]
@@ -172,6 +182,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--sets", nargs="*", choices=SETS, default=SETS)
     parser.add_argument("--limit", type=int, default=20, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=192, help="new tokens of each answer")
     parser.add_argument(

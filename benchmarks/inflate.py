@@ -27,6 +27,7 @@ import torch
 import lookahead
 from lookahead.bench.run.models import fitted
 from lookahead.config import LookaheadConfig
+from lookahead.loading.formats import FORMATS, quantise_model
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,14 @@ def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callab
     """`lookahead.load`, but the model comes in this shape."""
 
     def loaded(name: str | None = None, *, backend: str = "auto", config: Any = None, **options: Any) -> Any:
+        format = options.get("dtype") if options.get("dtype") in FORMATS else None
+        if format is not None:  # the large model is quantised, not the small one
+            options["dtype"] = "bfloat16"
         # The small model answers nothing: it needs no graphs, no config that suits it, and no notes on its backend.
         small = load(name, backend="eager", config=LookaheadConfig(), **{**options, "log": None})
         large = inflate(small.model, MODEL_SHAPES[shape], dtype=small.dtype)
+        if format is not None:
+            quantise_model(large, format, large.device, options.get("log"))
         return fitted(large, small.tokenizer, f"{small.name} in {shape} shape", backend, options.get("log"), config)
 
     return loaded

@@ -311,13 +311,19 @@ def splits_of(weights: QuantisedWeights) -> int:
 
 def tile_of(weights: QuantisedWeights, rows: int) -> Tile:
     """The fastest launch on an H200 (see benchmarks/NOTES.md)."""
+    splits, wide = splits_of(weights), weights.format.codes.bits == 8
+    grouped = weights.scales_after and weights.format.group > 0  # its sums need registers twice
     if rows <= 16:
-        return Tile(64, 16, 4, 4 if weights.format.codes.bits == 8 else 3, 2, True)
+        return Tile(64, 16, 4, 4 if wide else 3, 2, parallel=splits > 1)
     if rows <= 32:
-        return Tile(64, 32, 4, 3, 2, True)
+        return Tile(64, 32, 4, 6 if wide else 3, 1 if wide else 2, parallel=splits > 1)
     if rows <= 64:
-        return Tile(64, 64, 4, 3, 2, True)
-    return Tile(64, 64, 4, 3, 2, False) if rows <= 128 else Tile(128, 128, 8, 4, 1, False)
+        return Tile(64 if wide else 128, 64, 4 if wide else 8, 4, 1, parallel=splits > 1)
+    if rows <= 128 or (rows <= 256 and splits > 2):
+        return Tile(64, 128, 4, 4 if wide and grouped else 3, 1, parallel=splits > 2)
+    if wide and grouped and rows <= 256:
+        return Tile(64, 128, 4, 4, 1, parallel=False)
+    return Tile(128, 128 if grouped else 256, 8, 4 if wide and grouped else 3, 1, parallel=False)
 
 
 class QuantisedProducts:
@@ -371,6 +377,6 @@ def multiply(
         rows, weights.out, weights.width, x.stride(0), weights.codes.stride(0), *weights.scales.stride(),
         out.stride(0), KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
         AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, INTERLEAVED=weights.interleaved,
-        SPLITS=splits, PARALLEL=tile.parallel and splits > 1, PTX=ptx, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
+        SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
         WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
