@@ -231,13 +231,15 @@ def test_step_costs_and_profiles_are_kept_apart() -> None:
 def test_a_checkpoint_that_is_quantised_already(saved: Path, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny("Llama")
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ValueError, match=r"^dtype='fp8': it is quantised already \(gptq\); leave it out$"):
+    with pytest.raises(ValueError, match=r"^dtype='fp8': the model is quantised already \(gptq\); leave dtype out$"):
         lookahead.load((model, tokenizer), dtype="fp8")
     model.config.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"^cannot load model .*: dtype='int4': it is quantised already \(gptq\)"):
+    with pytest.raises(
+        ModelError, match=r"^cannot load model .*: dtype='int4': the model is quantised already \(gptq\)"
+    ):
         lookahead.load(tmp_path, dtype="int4", device="cpu")  # before it looks for weights: there are none
-    with pytest.raises(UnsupportedModelError, match="dtype='int4': it is quantised already; leave it out"):
+    with pytest.raises(UnsupportedModelError, match="dtype='int4': the model is quantised already; leave dtype out"):
         lookahead.load((quantised_copy(tiny("Llama"), "fp8"), tokenizer), dtype="int4")
 
 
@@ -253,14 +255,14 @@ def test_the_refusal_is_one_line_of_a_command(verb: tuple[str, ...], tokenizer: 
     assert result.exit_code == 2
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: cannot load model")
-    assert last.endswith("dtype='fp8': it is quantised already (awq); leave it out")
+    assert last.endswith("dtype='fp8': the model is quantised already (awq); leave dtype out")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda model: setattr(model, "_tp_size", 2), "its weights are split between processes"),
-        (lambda model: setattr(model.model.norm, "_hf_hook", object()), "it is spread over devices"),
+        (lambda model: setattr(model.model.norm, "_hf_hook", object()), "the model is spread over devices"),
         (lambda model: setattr(type_of(model, "peft.tuners"), "x", 1), "adapters are not quantised; merge them"),
         (lambda model: model.model.__setattr__("layers", nn.ModuleList()), "llama has no linear layers that can be"),
     ],
@@ -268,7 +270,7 @@ def test_the_refusal_is_one_line_of_a_command(verb: tuple[str, ...], tokenizer: 
 def test_what_cannot_be_quantised_is_refused(change: Callable[[Any], None], reason: str) -> None:
     model = tiny("Llama")
     change(model)
-    with pytest.raises(ValueError, match=f"^dtype='fp8': {reason}.*; leave it out$"):
+    with pytest.raises(ValueError, match=f"^dtype='fp8': {reason}.*; leave dtype out$"):
         quantise_model(model, "fp8", CPU)
 
 

@@ -1,6 +1,6 @@
 """Quantise a model while it is loaded: `dtype='fp8'`, 'int8' or 'int4'.
 
-Weights are rounded to the nearest values of a format, without any calibration. That are the linear layers of the
+Weights are rounded to the nearest values of a format, without any calibration: those of the linear layers of the
 decoder blocks; embeddings, norms, the LM head and routers of experts keep the dtype of 'auto'. Each matrix goes to the
 device, is quantised there and replaces its module, one after the other, so that the device never holds the whole model
 as it was. On a CPU int8 also rounds activations and quantises the head: then the CPU backend multiplies integers.
@@ -52,9 +52,12 @@ def quantise_model(model: Any, dtype: str, device: torch.device, log: Log | None
             if format.codes.bits == 4 and matrix.shape[1] % 2:  # two codes are one byte
                 continue
             made[layer] = quantise(matrix.weight().to(device), format, matrix.bias())
+            layer.register_parameter("weight", None)  # what it took makes room for the next one
         setattr(parent, name, made[layer].train(layer.training))
     if not made:
-        raise ValueError(f"dtype={dtype!r}: {kind_of(model)} has no linear layers that can be quantised; leave it out")
+        raise ValueError(
+            f"dtype={dtype!r}: {kind_of(model)} has no linear layers that can be quantised; leave dtype out"
+        )
     if log is not None:
         own = str(model.dtype).removeprefix("torch.")
         log(f"note: dtype={dtype!r} rounds the weights of {len(made)} matrices: texts differ from those in {own}")
@@ -69,9 +72,8 @@ def linear_layers(model: Any, *, head: bool) -> Iterator[tuple[torch.nn.Module, 
             (parent, *child) for parent in model.modules() for child in parent.named_children() if child[1] is last
         ]
     for parent, name, module in found:
-        if (
-            type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
-        ) and name not in ROUTERS:
+        linear = type(module) is torch.nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+        if linear and name not in ROUTERS:
             yield parent, name, module
 
 
@@ -91,21 +93,22 @@ def check_unquantised(config: Any, dtype: str) -> None:
     given = getattr(config, "quantization_config", None)
     if given is not None:
         method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-        raise ValueError(f"dtype={dtype!r}: it is quantised already ({getattr(method, 'value', method)}); leave it out")
+        name = getattr(method, "value", method)
+        raise ValueError(f"dtype={dtype!r}: the model is quantised already ({name}); leave dtype out")
 
 
 def _check_whole(model: Any, dtype: str) -> None:
     """Raise ValueError for a model whose matrices are not all there, as plain tensors of its own modules."""
     reason = None
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
-        reason = "it is quantised already"
+        reason = "the model is quantised already"
     elif any(type(module).__module__.startswith("peft.") for module in model.modules()):
         reason = "adapters are not quantised; merge them into the model first"
     elif tensor_parallel_ranks(model) > 1:
         reason = "its weights are split between processes"
     elif any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
-        reason = "it is spread over devices"
+        reason = "the model is spread over devices"
     elif not all(type(parameter.data) is torch.Tensor for parameter in model.parameters()):
-        reason = "it is quantised already"
+        reason = "the model is quantised already"
     if reason is not None:
-        raise UnsupportedModelError(f"dtype={dtype!r}: {reason}; leave it out")
+        raise UnsupportedModelError(f"dtype={dtype!r}: {reason}; leave dtype out")
