@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from tiny import tiny
 from tiny_gguf import write_gguf
 
 import lookahead
-from lookahead.loading.load import load_pretrained
+from lookahead.loading.load import keeps_blocks, load_pretrained
 from lookahead.loading.quantised.gguf import BLOCKS, half_order, keep_packed
 from lookahead.models.quantised import QuantisedLinear
 
@@ -120,6 +121,14 @@ def test_rows_are_found_in_the_order_of_rotary_halves() -> None:
 def test_on_a_cpu_blocks_are_expanded(tokenizer: Any, tmp_path: Path) -> None:
     path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": "Q4_1"})
     assert not packed_layers(load_pretrained(path, device="cpu")[0])
+
+
+def test_blocks_are_kept_where_kernels_read_them(make_model: Any) -> None:
+    gpu, model = torch.device("cuda"), make_model().to(torch.bfloat16)
+    assert keeps_blocks(model, gpu)
+    assert not keeps_blocks(model, torch.device("cpu"))
+    assert not keeps_blocks(make_model(), gpu)
+    assert not keeps_blocks(tiny("GraniteMoe").to(torch.bfloat16), gpu)  # without a reader
 
 
 def test_a_packed_model_generates_what_its_expansion_does(tokenizer: Any, settings: Any, tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def load_pretrained(
     The weights of safetensors files are mapped, and then copied once: to their device, which with `fused` is straight
     into the layout of the graph backend. A dtype other than the files' is converted on the host first. On a CPU
     the weights stay mapped, whatever `fused` is. Quantised weights stay quantised: see `loading.quantised`. Those of a
-    `.gguf` file do where they run in half precision on a GPU, and are expanded elsewhere. Matrices that `dtype`
-    quantises go to the device one by one.
+    `.gguf` file do with `fused` in half precision on a GPU, and are expanded elsewhere. Matrices that `dtype` quantises
+    go to the device one by one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -112,7 +112,7 @@ def load_pretrained(
             check_unscaled(report["unexpected_keys"])
         if dtype in FORMATS:
             quantise_model(model, dtype, target, log)
-        elif gguf is not None and target.type == "cuda" and model.dtype.itemsize == 2:
+        elif gguf is not None and fused and keeps_blocks(model, target):
             from lookahead.loading.quantised.gguf import keep_packed
 
             keep_packed(model, gguf)
@@ -144,6 +144,13 @@ def quantised_options(source: str, device: torch.device) -> dict[str, Any]:
 
     config = quantised_config(source, device)
     return {} if config is None else {"config": config}
+
+
+def keeps_blocks(model: Any, device: torch.device) -> bool:
+    """Whether a model from a GGUF file is run by kernels that multiply with its blocks as they are."""
+    from lookahead.models.read import readers
+
+    return device.type == "cuda" and model.dtype.itemsize == 2 and type(model).__name__ in readers()
 
 
 def check_unscaled(unexpected: Collection[str]) -> None:
