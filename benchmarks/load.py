@@ -152,7 +152,8 @@ async def timed(connection: Connection, path: str, body: dict[str, Any]) -> Repl
 def summary(replies: Sequence[Reply], begin: float, seconds: float) -> dict[str, Any]:
     """The figures of a run that sent requests from `begin` on. Refused ones are counted, and take no part in the rest.
 
-    `ttft_ms` (time to the first token) and `gap_ms` (time between two events of a stream) are p50 and p99.
+    `ttft_ms` (time to the first token) and `gap_ms` (time between two events of a stream) are p50 and p99;
+    `ttft_steady_ms` is of the requests that came when the run was steady, not with all others at its beginning.
     """
     good = [one for one in replies if one.status == 200 and one.first is not None]
     if not good:
@@ -164,6 +165,7 @@ def summary(replies: Sequence[Reply], begin: float, seconds: float) -> dict[str,
         "compression": round(sum(one.tokens for one in good) / max(1, sum(one.steps for one in good)), 3),
         "mean_seconds": round(statistics.fmean(one.seconds for one in good), 4),
         "ttft_ms": quantiles([one.first or 0.0 for one in good]),
+        "ttft_steady_ms": quantiles([one.first or 0.0 for one in good if one.asked >= begin + RISE * seconds]),
         "gap_ms": quantiles([gap for one in good for gap in one.gaps]),
     }
 

@@ -163,15 +163,16 @@ def median(records: Sequence[Record], kind: str, load: float, way: str, what: st
 def page(found: Record) -> Section:
     """One row per load; times in ms, p50 / p99."""
     about, records = found["about"], found["records"]
-    head = ["load", "plain tok/s", "lookahead tok/s", "ratio", "S", "TTFT plain", "TTFT lookahead", "gap plain"]
-    section = Section("Measured", [*head, "gap lookahead"])
+    head = ["load", "plain tok/s", "lookahead tok/s", "ratio", "S"]
+    head += [f"{what} {label}" for what in ("TTFT", "steady TTFT", "gap") for label in WAYS]
+    section = Section("Measured", head)
     for kind, name in (("closed", "streams"), ("open", "rate")):
         for load in sorted({one[name] for one in records if one["kind"] == kind}):
             plain, ours = (median(records, kind, load, way, "tokens_per_second") for way in WAYS)
             shown = [plain, ours, ours / plain if plain and ours else None]
             shown.append(median(records, kind, load, "lookahead", "compression"))
             cells = ["" if value is None else f"{value:.{1 + (i > 1)}f}" for i, value in enumerate(shown)]
-            for what in ("ttft_ms", "gap_ms"):
+            for what in ("ttft_ms", "ttft_steady_ms", "gap_ms"):
                 pairs = [[median(records, kind, load, way, what, part) for part in (0, 1)] for way in WAYS]
                 cells += ["" if None in pair else f"{pair[0]:.1f} / {pair[1]:.1f}" for pair in pairs]
             section.rows.append([f"{load:g} {'streams' if kind == 'closed' else 'a second'}", *cells])
@@ -183,8 +184,8 @@ def page(found: Record) -> Section:
         "has ended. With lookahead and without take turns, by the body's `lookahead`. "
         f"{again or 'No'} requests had the prompt of an earlier one. Nothing was warmed up; {captures:g} steps were "
         "captured after the server was ready. Tokens per second are those of a run's last three quarters; all else is "
-        "counted from the beginning, when all clients come at once. TTFT (the time to the first token) and gap (the "
-        "time between two events of a stream) in ms, p50 / p99.",
+        "counted from the beginning, when all clients come at once, but for the steady TTFT. TTFT (the time to the "
+        "first token) and gap (the time between two events of a stream) in ms, p50 / p99.",
     ]
     return section
 

@@ -46,10 +46,25 @@ def test_no_prompt_is_asked_twice_while_there_are_new_ones() -> None:
 
 
 def test_the_page_of_the_results_here() -> None:
-    page = serve_load.page(json.loads((RESULTS / "serve-h200.json").read_text(encoding="utf-8")))
-    expected = ["1 streams", "247.2", "769.0", "3.11", "4.52", "7.8 / 15.3", "9.9 / 14.0", "4.0 / 4.5", "5.4 / 5.8"]
+    found = json.loads((RESULTS / "serve-h200.json").read_text(encoding="utf-8"))
+    page, records = serve_load.page(found), found["records"]
+    expected = [
+        "1 streams",
+        "243.3",
+        "817.1",
+        "3.36",
+        "4.47",
+        "8.5 / 17.4",
+        "10.6 / 15.4",
+        "",
+        "",
+        "4.1 / 4.6",
+        "5.4 / 6.0",
+    ]
     assert page.rows[0] == expected
     assert [row[0] for row in page.rows] == [f"{count} streams" for count in (1, 8, 32, 64)]
+    beside = serve_load.beside_engine(records)
+    assert beside.rows[-1] == ["64", "8755", "8940", "0.979", "12406", "12469", "0.995"]
     assert "No requests had the prompt of an earlier one" in page.notes[1]
 
 

@@ -35,8 +35,9 @@ from lookahead.serve.sockets import allow_port_reuse
 from lookahead.serve.wire import Facts
 
 MOST_FRONTS = 16
-CORES_PER_FRONT = 8
-"""On a machine with as many cores, a server has a front; with twice as many it has two. Not measured."""
+CORES_FOR_A_FRONT = 8
+"""From as many cores on a server has a front. A second one gained nothing beside an H200 with 16 cores, at up to 64
+streams from one client process (benchmarks/results/serve.md)."""
 MOST_RESTARTS, RESTART_SECONDS = 5, 60.0
 """If fronts die more often than this within these seconds, the server ends: a restart does not help."""
 EXIT_SECONDS = 5.0
@@ -45,7 +46,7 @@ EXIT_SECONDS = 5.0
 
 def default_fronts() -> int:
     """The number of fronts for this machine. On a few cores a process of its own would take them from the engine."""
-    return min(2, cores() // CORES_PER_FRONT)
+    return int(cores() >= CORES_FOR_A_FRONT)
 
 
 START = """
