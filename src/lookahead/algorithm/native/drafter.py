@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import MAX_DRAFT_TOKENS, NO_LIMITS, Candidates, Draft, Limits, StepLimits, TextSettings
+from lookahead.algorithm.native.build import check_result
 from lookahead.algorithm.native.candidates import CandidatesInC, address_of, candidates_in_c, chains_of, table_of
 from lookahead.algorithm.native.layout import STEP, STEP_LIMITS
-from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check_result
+from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers
 from lookahead.algorithm.native.verification import NativeVerification
 from lookahead.algorithm.tree import NO_DRAFT_TOKENS, DraftTokens, Forest, TokenTree
 from lookahead.algorithm.verify import Verification
