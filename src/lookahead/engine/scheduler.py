@@ -83,8 +83,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. One that already has a slot runs at once."""
-        request.queued_at = perf_counter()
-        if self._is_inexact(request):  # exact requests must not share its K/V
+        request.queued_at, request.inexact = perf_counter(), self._is_inexact(request)
+        if request.inexact:  # exact requests must not share its K/V
             request.salt += " inexact"
         if request.slot < 0:
             self.waiting.append(request)
@@ -143,13 +143,12 @@ class Scheduler:
         if not self.running:
             return []
         most = self.backend.most_rows
-        inexact_ids = {request.id for request in self.running.values() if self._is_inexact(request)}
-        if not inexact_ids or len(inexact_ids) == len(self.running):
+        if len({request.inexact for request in self.running.values()}) == 1:
             return [self._mixed_batch(decoding, prefilling, most)]
         return [
             self._mixed_batch(
-                [request for request in decoding if (request.id in inexact_ids) is inexact],
-                [request for request in prefilling if (request.id in inexact_ids) is inexact],
+                [request for request in decoding if request.inexact is inexact],
+                [request for request in prefilling if request.inexact is inexact],
                 most,
             )
             for inexact in (False, True)
@@ -253,7 +252,7 @@ class Scheduler:
     def reserve_room(self, batches: Sequence[ScheduledBatch]) -> None:
         """Reserve K/V room for every scheduled request. If there is too little, the trees become bare roots; if that is
         not enough, the youngest requests are preempted."""
-        while not all(self._reserve(scheduled) for batch in batches for scheduled in batch.requests):
+        while not all(map(self._reserve, batches)):
             with_drafts = [scheduled for batch in batches for scheduled in batch.requests if len(scheduled.tree) > 1]
             for scheduled in with_drafts:
                 scheduled.tree = scheduled.request.sequence.bare_root()
@@ -263,10 +262,14 @@ class Scheduler:
                     batch.requests = [scheduled for scheduled in batch.requests if scheduled.request is not youngest]
                 self.preempt(youngest)
 
-    def _reserve(self, scheduled: ScheduledRequest) -> bool:
-        """Reserve room for all tokens and the tree, from the first chunk on, so that no prompt gets stuck half-way."""
-        before_root = len(scheduled.request.sequence.tokens) - 1
-        return self.backend.reserve(scheduled.request.slot, before_root + (scheduled.tree.size or 1))
+    def _reserve(self, batch: ScheduledBatch) -> bool:
+        """Reserve room for all tokens and trees, from the first chunk on, so that no prompt gets stuck half-way."""
+        reserve = self.backend.reserve
+        for scheduled in batch.requests:
+            request = scheduled.request
+            if not reserve(request.slot, len(request.sequence.tokens) - 1 + (scheduled.tree.size or 1)):
+                return False
+        return True
 
     def _youngest(self) -> Request:
         preemptible = [request for request in self.running.values() if not request.keeps_slot]

@@ -232,9 +232,9 @@ class PagePools:
         return sum(pool.evictable for pool in self.pools)
 
     @property
-    def available(self) -> int:
-        """Pages that a sequence can get, free ones and evictable ones, in the pool that has the fewest."""
-        return min([pool.free + pool.evictable for pool in self.pools])
+    def available(self) -> bool:
+        """Whether a sequence can get a page, free or evictable, from every pool."""
+        return min([len(pool._free) or len(pool._evictable) for pool in self.pools]) > 0
 
     @property
     def used(self) -> int:
