@@ -90,6 +90,7 @@ class DecodingSequence:
             self._sources.insert(0, self.prediction)
             if output:
                 self.prediction.record_output(self.tokens, output)
+        self._never_drafts = not self._sources and not width
         self._learns_early = all(source.learns_early for source in self._sources)
         self.weighing_times = weighing_curve(self.config)
         self._shares: dict[tuple[int, bool], int] = {}
@@ -123,7 +124,7 @@ class DecodingSequence:
     @property
     def continues_alone(self) -> bool:
         """Whether this sequence never drafts, so its next step needs only this step's token."""
-        return not self._sources and not self._window.width and self.left > 1
+        return self._never_drafts and self.left > 1
 
     @property
     def drafter(self) -> Drafter:

@@ -186,13 +186,15 @@ class Scheduler:
         If nothing is decoding, prompts get all rows. Otherwise they get half of the rows, or what the roots leave if
         that is less; draft tokens get the rest.
         """
-        blocked, most_nodes = self._blocked_verifiers(prefilling) if prefilling else set(), self.backend.most_nodes
-        requests = [
-            ScheduledRequest(request, (), True, NO_TREE)
-            for request in decoding
-            if not blocked or request.verifier not in blocked
-        ]
-        if requests and prefilling:
+        most_nodes = self.backend.most_nodes
+        if not prefilling:
+            most = rows if most_nodes is None else min(rows, max(len(decoding), most_nodes))
+            return ScheduledBatch(
+                [ScheduledRequest(request, (), True, NO_TREE) for request in decoding], most, [], rows
+            )
+        blocked = self._blocked_verifiers(prefilling)
+        requests = [ScheduledRequest(request) for request in decoding if request.verifier not in blocked]
+        if requests:
             rows = min(rows, max(self._max_mixed_rows, 2 * len(requests)))
         prompt_rows = rows - max(len(requests), rows // 2) if requests else rows
         waiting = deque(prefilling)

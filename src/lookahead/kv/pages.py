@@ -234,7 +234,10 @@ class PagePools:
     @property
     def available(self) -> bool:
         """Whether a sequence can get a page, free or evictable, from every pool."""
-        return min([len(pool._free) or len(pool._evictable) for pool in self.pools]) > 0
+        for pool in self.pools:  # noqa: SIM110 - asked for every sequence of a step; `all` takes three times as long
+            if not (pool._free or pool._evictable):
+                return False
+        return True
 
     @property
     def used(self) -> int:

@@ -75,16 +75,12 @@ class NativeDrafter:
         steps, numbers, rows, drafted, searched = list[int](), list[Numbers](), 0, 0, 0
         alive = list[Any]()  # memory that must outlive the call
         for draft in drafts:
-            candidates, most = draft.candidates, draft.max_tokens
-            if draft.cached is None:
+            cached, most = draft.cached, draft.max_tokens
+            if cached is None:
                 steps.append(self._step(draft, numbers, alive))
             else:
-                in_c = None if candidates is None else candidates.in_c
-                if in_c is None or in_c.cached is not draft.cached:
-                    steps.append(self._cache(draft))
-                else:
-                    steps.append(in_c.cached_step)
-            if candidates is not None and most > 0:
+                steps.append(cached.step or self._cache(draft))
+            if most > 0 and draft.candidates is not None:
                 searched += 1
                 drafted += most
             rows += draft.layout.size
