@@ -8,11 +8,13 @@ and successors are as full as in real use. Medians per step, in microseconds:
     fill      the packet of integers that goes to the device
     read      targets and top-8 out of the packet that comes back
     absorb    verify, window, counters, how good the guesses were, and new ones
-    rest      commit, events and the engine's own (a server makes the events while the device runs)
-    host      all of these: what stands between two steps of a GPU (token by token, only where none runs ahead)
-    later     what is done while the device runs: no part of `host`
+    rest      commit and the engine's own
+    host      all of these, from a step's results to the launch of the next one: what stands between two steps of a GPU
+              (token by token, only where none runs ahead)
+    later     what is done while the device runs, such as events: no part of `host`
 
-The C library and its Python twins take turns, step by step, so that a busy machine slows both.
+Steps overlap as in a server: the next one begins before the events of the last one are made. The C library and its
+Python twins take turns, step by step, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -74,22 +76,20 @@ class Played(GraphBackend):
         self.rng = np.random.default_rng(1)
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.seconds: dict[str, float] = defaultdict(float)
-        self._launched = 0.0
+        self._arrived = self._filling = self._launched = 0.0
         self.runner.steps.get = self._get  # type: ignore[method-assign]
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
         for item in inputs:
             item.continues_alone = False
-        begin, played = perf_counter(), self.seconds["played"]
-        launched = super().launch(inputs)
-        self.seconds["fill"] += self._launched - begin - (self.seconds["played"] - played)
-        return launched
+        self._filling = perf_counter()
+        return super().launch(inputs)
 
     def collect(self, launched: Any) -> Any:
-        begin = perf_counter()
-        self.seconds["later"] += begin - self._launched
+        self._arrived = perf_counter()
+        self.seconds["later"] = self._arrived - self._launched
         results = super().collect(launched)
-        self.seconds["read"] += perf_counter() - begin
+        self.seconds["read"] = perf_counter() - self._arrived
         return results
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
@@ -108,6 +108,7 @@ class Played(GraphBackend):
     def _play(self, step: CapturedStep) -> None:
         """Targets from the text; the top-8 of a token, in which a target takes a random rank half of the time."""
         begin, start = perf_counter(), 0
+        self.seconds["fill"], self.seconds["host"] = begin - self._filling, begin - self._arrived
         fields, out = step.packet.forward.fields, step.top.arrays[0]
         needed = fields["needed"][: step.packet.forward.needed].astype(np.int64)
         for table_slot, length, first, chunk, nodes in fields["sequences"][: fields["sequence_of"].max() + 1].tolist():
@@ -125,7 +126,6 @@ class Played(GraphBackend):
             out[start:end, 9:] = (0, 3, 5, 7, 8, 10, 12, 15)
             start = end
         self._launched = perf_counter()  # what `launch` still does is done while the device runs
-        self.seconds["played"] += self._launched - begin
 
 
 class Run:
@@ -144,20 +144,21 @@ class Run:
         return Stats.total(sequence.stats for sequence in self.sequences)
 
     def step(self) -> None:
-        """One step; the first of a batch, which carries the prompts, is not counted."""
-        first = not self.engine.running
-        if first:
+        """Finish the running step, begin the next one, and make the events of the first. Prompts begin a batch."""
+        if not self.engine.running:
             self._submit()
-        self.backend.seconds.clear()
-        before, begin = self.stats, perf_counter()
-        raise_errors(self.engine.step())
-        seconds, after = perf_counter() - begin, self.stats
-        if first:
+            self.engine.begin()
             return
+        seconds, before = self.backend.seconds, self.stats
+        finished = self.engine.finish()
+        self.engine.begin()
+        raise_errors(finished.events())
+        if not self.engine.running:
+            return
+        after = self.stats
         spent = {part: getattr(after, f"{part}_seconds") - getattr(before, f"{part}_seconds")
                  for part in ("propose", "absorb")}  # fmt: skip
-        spent |= {part: self.backend.seconds[part] for part in ("fill", "read", "later")}
-        spent["host"] = seconds - self.backend.seconds["played"] - spent["later"]
+        spent |= {part: seconds[part] for part in ("fill", "read", "host", "later")}
         spent["rest"] = spent["host"] - sum(spent[part] for part in PARTS[:4])
         for part in PARTS:
             self.times[part].append(1e6 * spent[part])

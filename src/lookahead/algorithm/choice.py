@@ -39,9 +39,12 @@ def choose_trees(
     # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
     together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
     known, share = None, 0
+    table: Costs = ()
     for sequence in sequences:
         if sequence.config is not known:  # most sequences share one config
             known, share = sequence.config, sequence.share(together, pads)
+            if known.step_cost is not None and not pads and len(known.step_cost) > len(table):
+                table = known.step_cost
         layout = sequence.layout(share)
         layouts.append(layout)
         rows += layout.size
@@ -49,16 +52,13 @@ def choose_trees(
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
     # 2. One draft per sequence, best tokens first. With `all_taken` the step takes all of it.
     drafts = list[Draft]()
-    table: Costs = ()
     for sequence, layout in zip(sequences, layouts, strict=True):
-        config = sequence.config
+        draft, config = sequence.cached_draft, sequence.config
         if config.step_cost is None or pads:
-            drafts.append(sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True))
-            continue
-        draft = sequence.cached_draft if layout is sequence.root_alone else None
-        drafts.append(draft or sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False))
-        if len(config.step_cost) > len(table):
-            table = config.step_cost
+            draft = sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True)
+        elif draft is None or layout is not sequence.root_alone:
+            draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
+        drafts.append(draft)
     # 3. The step takes the best draft tokens of all sequences.
     times = table if cost is None or not len(table) else cost.times_after(chunk_tokens)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])

@@ -123,11 +123,14 @@ class CachedInputs:
     """The inputs of a cached draft that the C drafter reads itself in every step.
 
     `trust` is an array of one number. The root and the end of the text are those of the candidates' text in C. Draft
-    tokens never extend that text beyond `max_text` tokens.
+    tokens never extend that text beyond `max_text` tokens. After its first step, the draft is at the address `step`, in
+    `memory`.
     """
 
     trust: array[float]
     max_text: int
+    step: int = 0
+    memory: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -90,6 +90,7 @@ class DecodingSequence:
             self._sources.insert(0, self.prediction)
             if output:
                 self.prediction.record_output(self.tokens, output)
+        self._never_drafts = not self._sources and not width
         self._learns_early = all(source.learns_early for source in self._sources)
         self.weighing_times = weighing_curve(self.config)
         self._shares: dict[tuple[int, bool], int] = {}
@@ -103,7 +104,8 @@ class DecodingSequence:
             if source.proposes_once:
                 source.propose(self.tokens, self._candidates)
         self._proposing = [source for source in self._sources if not source.proposes_once]
-        self.cached_draft = self._cached_draft()
+        self.cached_draft = self._cached_draft(alone=False) if self.config.step_cost is not None else None
+        self._draft_alone = self._cached_draft(alone=True) if self.weighing_times is None else None
 
     @property
     def output(self) -> list[int]:
@@ -122,7 +124,7 @@ class DecodingSequence:
     @property
     def continues_alone(self) -> bool:
         """Whether this sequence never drafts, so its next step needs only this step's token."""
-        return not self._sources and not self._window.width and self.left > 1
+        return self._never_drafts and self.left > 1
 
     @property
     def drafter(self) -> Drafter:
@@ -150,6 +152,8 @@ class DecodingSequence:
         layout = self.layout(most)
         if limit is not None and layout.size > limit:
             layout = self.root_alone
+        if layout is self.root_alone and self._draft_alone is not None and (limit is None or limit >= most):
+            return self.drafter.draft_trees([self._draft_alone])[0][0]
         trees, _ = self.drafter.draft_trees([self.draft(layout, most if limit is None else min(most, limit), weighed)])
         return trees[0]
 
@@ -180,16 +184,16 @@ class DecodingSequence:
                 source.propose(text, candidates)
         return Draft(layout, branch, candidates, room, deepest, cost, trust, self._bonus, all_taken)
 
-    def _cached_draft(self) -> Draft | None:
-        """The draft of this sequence in all shared steps in which it has no window, if everything that changes from one
-        step to the next is in C; else None."""
+    def _cached_draft(self, *, alone: bool) -> Draft | None:
+        """The draft of this sequence in all steps in which it has no window, of this sequence alone or of several, if
+        everything that changes from one step to the next is in C; else None."""
         config, candidates = self.config, self._candidates
-        if config.step_cost is None or config.budget < 2 or self._proposing or candidates.text is None:
+        if config.budget < 2 or self._proposing or candidates.text is None:
             return None
         cached = CachedInputs(self._trust.cell, min(self.prompt_tokens + self.room, MAX_TEXT))
         layout, most, cost = self.root_alone, config.budget - 1, self.weighing_times
         return Draft(
-            layout, (), candidates, most, self._deepest, cost, bonus=self._bonus, all_taken=False, cached=cached
+            layout, (), candidates, most, self._deepest, cost, bonus=self._bonus, all_taken=alone, cached=cached
         )
 
     def bare_root(self) -> TokenTree:

@@ -168,14 +168,6 @@ class Forest:
     numbers: array[int]
     rows: int
 
-    @property
-    def tokens(self) -> array[int]:
-        return self.numbers[: self.rows]
-
-    @property
-    def parents(self) -> array[int]:
-        return self.numbers[self.rows : 2 * self.rows]
-
 
 def forest_of(trees: Sequence[TokenTree]) -> Forest | None:
     """The forest that consists of exactly these trees in this order, or None."""

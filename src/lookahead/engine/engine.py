@@ -254,16 +254,17 @@ class Engine:
         seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.on_pass is not None:
             self.on_pass(batch.tokens, seconds)
-        results, before = list[StepResult](), batch.propose_seconds
+        results, before, running = list[StepResult](), batch.propose_seconds, self._requests
         for scheduled, step_input, output, verdict in zip(
             batch.requests, launched.inputs, outputs, accepted, strict=True
         ):
-            if scheduled.request.id not in self._requests:
+            request = scheduled.request
+            if request.id not in running:
                 continue  # it was cancelled while it ran
             if scheduled.is_last_chunk:
-                results.append(StepResult(scheduled.request, step_input, output, verdict, before, seconds, after))
+                results.append(StepResult(request, step_input, output, verdict, before, seconds, after))
             else:
-                scheduled.request.sequence.stats.forward_seconds += seconds
+                request.sequence.stats.forward_seconds += seconds
         return results
 
     def _inputs(self, batch: ScheduledBatch, only_batch: bool) -> list[StepInput]:
@@ -289,7 +290,7 @@ class Engine:
         """
         # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
-        accepted = list[tuple[StepResult, Verdict]]()
+        accepted, kept = list[tuple[StepResult, Verdict]](), list[tuple[int, list[int]]]()
         if self._failed:
             failed_ids = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in failed_ids]
@@ -302,6 +303,7 @@ class Engine:
                     verified = request.sequence.apply_stop_rules(verified)
                 verdict = request.sequence.accept_step(result.input.tree, result.output, verified)
                 accepted.append((result, verdict))
+                kept.append((result.input.slot, verdict.path))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)
             except Exception as error:
@@ -309,7 +311,7 @@ class Engine:
         absorbed = perf_counter()
         # 8. Commit: the accepted tokens' K/V move next to the prefix.
         if commit and accepted:
-            self.backend.commit([(result.input.slot, verdict.path) for result, verdict in accepted])
+            self.backend.commit(kept)
         done = perf_counter()
         # 9. Finished and failed requests leave.
         for result, verdict in accepted:

@@ -83,8 +83,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. One that already has a slot runs at once."""
-        request.queued_at = perf_counter()
-        if self._is_inexact(request):  # exact requests must not share its K/V
+        request.queued_at, request.inexact = perf_counter(), self._is_inexact(request)
+        if request.inexact:  # exact requests must not share its K/V
             request.salt += " inexact"
         if request.slot < 0:
             self.waiting.append(request)
@@ -143,13 +143,12 @@ class Scheduler:
         if not self.running:
             return []
         most = self.backend.most_rows
-        inexact_ids = {request.id for request in self.running.values() if self._is_inexact(request)}
-        if not inexact_ids or len(inexact_ids) == len(self.running):
+        if len({request.inexact for request in self.running.values()}) == 1:
             return [self._mixed_batch(decoding, prefilling, most)]
         return [
             self._mixed_batch(
-                [request for request in decoding if (request.id in inexact_ids) is inexact],
-                [request for request in prefilling if (request.id in inexact_ids) is inexact],
+                [request for request in decoding if request.inexact is inexact],
+                [request for request in prefilling if request.inexact is inexact],
                 most,
             )
             for inexact in (False, True)
@@ -187,13 +186,15 @@ class Scheduler:
         If nothing is decoding, prompts get all rows. Otherwise they get half of the rows, or what the roots leave if
         that is less; draft tokens get the rest.
         """
-        blocked, most_nodes = self._blocked_verifiers(prefilling) if prefilling else set(), self.backend.most_nodes
-        requests = [
-            ScheduledRequest(request, (), True, NO_TREE)
-            for request in decoding
-            if not blocked or request.verifier not in blocked
-        ]
-        if requests and prefilling:
+        most_nodes = self.backend.most_nodes
+        if not prefilling:
+            most = rows if most_nodes is None else min(rows, max(len(decoding), most_nodes))
+            return ScheduledBatch(
+                [ScheduledRequest(request, (), True, NO_TREE) for request in decoding], most, [], rows
+            )
+        blocked = self._blocked_verifiers(prefilling)
+        requests = [ScheduledRequest(request) for request in decoding if request.verifier not in blocked]
+        if requests:
             rows = min(rows, max(self._max_mixed_rows, 2 * len(requests)))
         prompt_rows = rows - max(len(requests), rows // 2) if requests else rows
         waiting = deque(prefilling)
@@ -253,7 +254,7 @@ class Scheduler:
     def reserve_room(self, batches: Sequence[ScheduledBatch]) -> None:
         """Reserve K/V room for every scheduled request. If there is too little, the trees become bare roots; if that is
         not enough, the youngest requests are preempted."""
-        while not all(self._reserve(scheduled) for batch in batches for scheduled in batch.requests):
+        while not all(map(self._reserve, batches)):
             with_drafts = [scheduled for batch in batches for scheduled in batch.requests if len(scheduled.tree) > 1]
             for scheduled in with_drafts:
                 scheduled.tree = scheduled.request.sequence.bare_root()
@@ -263,10 +264,14 @@ class Scheduler:
                     batch.requests = [scheduled for scheduled in batch.requests if scheduled.request is not youngest]
                 self.preempt(youngest)
 
-    def _reserve(self, scheduled: ScheduledRequest) -> bool:
-        """Reserve room for all tokens and the tree, from the first chunk on, so that no prompt gets stuck half-way."""
-        before_root = len(scheduled.request.sequence.tokens) - 1
-        return self.backend.reserve(scheduled.request.slot, before_root + (scheduled.tree.size or 1))
+    def _reserve(self, batch: ScheduledBatch) -> bool:
+        """Reserve room for all tokens and trees, from the first chunk on, so that no prompt gets stuck half-way."""
+        reserve = self.backend.reserve
+        for scheduled in batch.requests:
+            request = scheduled.request
+            if not reserve(request.slot, len(request.sequence.tokens) - 1 + (scheduled.tree.size or 1)):
+                return False
+        return True
 
     def _youngest(self) -> Request:
         preemptible = [request for request in self.running.values() if not request.keeps_slot]

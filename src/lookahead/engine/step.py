@@ -85,11 +85,9 @@ def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | Non
 
     If a verifier raises, all its requests get the exception.
     """
-    verdicts = [result.accepted for result in results]
-    if all(result.request.verifier is None for result in results):
-        return verdicts
-    groups: dict[Verifier, list[int]] = {}
+    verdicts, groups = list[Verdict | Exception | None](), dict[Verifier, list[int]]()
     for index, result in enumerate(results):
+        verdicts.append(result.accepted)
         if result.request.verifier is not None:
             groups.setdefault(result.request.verifier, []).append(index)
     for verifier, indices in groups.items():

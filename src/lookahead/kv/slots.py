@@ -33,8 +33,9 @@ class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
     The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence.
-    `free_indices` are the table indices that no slot has. `pending` are the commits whose K/V have not moved yet: per
-    sequence and attention group, source and target cells. A *cell* is one token's K/V in all pages of a group: the page
+    `free_indices` are the table indices that no slot has. `pending_commits` are those whose K/V have not moved yet: the
+    first move and the number of moves of each; `pending_moves` are these moves in each attention group, source and
+    target cell of each. A *cell* is one token's K/V in all pages of a group: the page
     times the page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no
     sequence.
     """
@@ -42,7 +43,6 @@ class Slots:
     def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
         self.most_slots = most_slots
         self.free_indices = list(range(most_slots - 1, -1, -1))
-        self.pending: list[list[list[int]]] = []
         self.by_number: dict[int, Slot] = {}
         self._next = 0
         self._unsent: dict[int, Slot] = {}  # by table index: some of their pages are not in the device's tables
@@ -79,6 +79,8 @@ class Slots:
     def replace_pages(self, pool: PagePools, longest: int) -> None:
         """Replace the pools. No slot may be open."""
         self.pool, self.longest, self.page_size = pool, longest, pool.page_size
+        self.pending_commits: list[int] = []
+        self.pending_moves: list[list[int]] = [[] for _ in pool.pools]
 
     @property
     def most_tokens(self) -> int:
@@ -178,25 +180,22 @@ class Slots:
         for number, path in accepted:
             slot = self.by_number[number]
             if path and path[-1] != len(path):  # some nodes are not right after the root
-                # Moves are stored as cells, because the sequence may free some of its pages, or end, before they run.
-                # That is safe: a step runs its moves before it writes anything.
-                moves: list[list[int]] = []
-                for group in range(len(slot.tables)):
-                    moves.append([])
-                    for target, node in enumerate(path, start=1):
-                        source = self.cell(slot, group, slot.length + node)
-                        moves[group] += source, self.cell(slot, group, slot.length + target)
-                self.pending.append(moves)
+                self._add_moves(slot, path)
             slot.length += 1 + len(path)
 
+    def _add_moves(self, slot: Slot, path: Sequence[int]) -> None:
+        """Move the K/V of these nodes next to the root before the next step. Moves are stored as cells, because the
+        sequence may free some of its pages, or end, before they run. That is safe: a step runs its moves before it
+        writes anything."""
+        self.pending_commits += len(self.pending_moves[0]) // 2, len(path)
+        for group, moves in enumerate(self.pending_moves):
+            for target, node in enumerate(path, start=1):
+                source = self.cell(slot, group, slot.length + node)
+                moves += source, self.cell(slot, group, slot.length + target)
+
     def take_pending(self) -> tuple[list[int], list[list[int]]]:
-        """The pending commits (first move and number of moves of each) and their moves in each group, flat. They then
-        count as done."""
-        pending, self.pending = self.pending, []
-        commits: list[int] = []
-        all_moves: list[list[int]] = [[] for _ in self.pool.pools]
-        for commit in pending:
-            commits += len(all_moves[0]) // 2, len(commit[0]) // 2
-            for moves, group in zip(all_moves, commit, strict=True):
-                moves += group
-        return commits, all_moves
+        """The pending commits and their moves. They then count as done."""
+        pending = self.pending_commits, self.pending_moves
+        if self.pending_commits:
+            self.pending_commits, self.pending_moves = [], [[] for _ in self.pool.pools]
+        return pending

@@ -414,6 +414,31 @@ def test_a_prediction_goes_before_the_text(seed: int) -> None:
     assert run(OURS) == run(TWIN)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sequence_alone_without_a_window(seed: int) -> None:
+    """Its draft is cached in C; a step with fewer tokens than its budget needs another."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(4) for _ in range(12)]
+    config = LookaheadConfig(window=0, ngram=4, guesses=4, budget=40, sources=SOURCES)
+
+    def run(drafter: Drafter) -> list[Any]:
+        sequence = DecodingSequence(prompt, config, None, StopRules(max_tokens=30), memory=SharedMemory(drafter))
+        assert (sequence._draft_alone is not None) is (drafter is OURS)
+        seen, proposed = list[Any](), sequence.propose
+
+        def propose() -> TokenTree:
+            seen.append((proposed(6), proposed(1), proposed(40)))
+            return proposed()
+
+        sequence.propose = propose  # type: ignore[method-assign, assignment]
+        seen += steps(sequence, toy_model(4, seed, order=2))
+        return seen
+
+    ours = run(OURS)
+    assert ours == run(TWIN)
+    assert any(small.size == 6 < large.size for small, _, large in (one for one in ours if len(one) == 3))
+
+
 def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(model: Any) -> None:
     """Also what C has learned early is put under the right tokens."""
 

@@ -628,7 +628,7 @@ def test_a_new_sequence_while_commits_wait(device: str, settings: LookaheadConfi
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(40)) for prompt in PROMPTS]
 
     def waiting() -> bool:
-        return bool(backend.slots.pending)
+        return bool(backend.slots.pending_commits)
 
     for sequence in reversed(sequences):
         waited += waiting()
@@ -740,7 +740,7 @@ def test_a_commit_that_waits_while_pages_run_out(device: str) -> None:
         one.commit([(slot, path)])
     with pytest.raises(MemoryError):
         backend.step([greedy(slots[backend], [4] * 300, root(1))])
-    assert len(backend.slots.pending[0][0]) == 2 * len(path)
+    assert len(backend.slots.pending_moves[0]) == 2 * len(path)
     found = [one.step([greedy(slot, (), root(2), logits=True)])[0].logits for one, slot in slots.items()]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
@@ -916,7 +916,7 @@ def test_pages_are_remembered_as_a_text_grows(device: str) -> None:
     backend.step([greedy(slot, text, tree)])
     backend.commit([(slot, path)])
     text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
-    assert backend.slots.pending
+    assert backend.slots.pending_commits
     backend.remember(slot, text)
     shared = backend.open([*text, 1, 2])
     assert backend.length(shared) == 64
@@ -989,7 +989,7 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend.step([greedy(slot, PROMPTS[2], tree)])
     backend.commit([(slot, path)])
     state = backend.slots[slot]
-    assert backend.slots.pending
+    assert backend.slots.pending_commits
     assert len(state.tables[0].pages) > 0
     pages, index = list(state.tables[0].pages), state.table_index
     backend.close(slot)
@@ -1055,7 +1055,7 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
         one.step([greedy(slots[-1], PROMPTS[2], tree)])
         one.commit([(slots[-1], path)])
     slot = slots[0]
-    assert backend.slots.pending
+    assert backend.slots.pending_commits
     ours, theirs = backend.cached(slot), eager.cached(slots[1])
     assert ours[0][0].shape == (model.config.num_key_value_heads, 31 + len(path), backend.layers.shapes[0].dim)
     assert_close(ours, theirs)

@@ -9,7 +9,14 @@ from chains import chain
 
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, tiles_for
-from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, fallback_kind, forward_kind, step_kind
+from lookahead.backends.graph.kinds import (
+    DeviceTraits,
+    ForwardKind,
+    _forward_kind,
+    fallback_kind,
+    forward_kind,
+    step_kind,
+)
 from lookahead.backends.graph.preparing import every_forward_kind, forward_kinds_ahead
 from lookahead.config import SamplingParams
 
@@ -72,6 +79,14 @@ def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim
         needed = rng.choice([sum(trees), len(trees)])
         found = forward_kind(trees, chunks, lengths, needed, on)
         assert found in prepared, (trees, chunks, lengths)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 32, 128), (32, 8, 128), (64, 8, 64)])
+def test_a_single_tree_has_one_kind_at_any_length(heads: int, kv_heads: int, dim: int) -> None:
+    on = device(HeadShape(heads, kv_heads, dim))
+    for nodes in range(1, 300):
+        cached = forward_kind([nodes], [0], [0], nodes, on)
+        assert all(_forward_kind([nodes], [0], [length], nodes, on) == cached for length in (0, 1, 77, 30_011))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
 from chains import chain
 
-from lookahead.algorithm.tree import NO_DRAFT_TOKENS, TokenTree, window_layout
+from lookahead.algorithm.native.build import library
+from lookahead.algorithm.tree import NO_DRAFT_TOKENS, Forest, TokenTree, WindowLayout, window_layout
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.targets_packet import TargetsPacket
@@ -65,6 +68,56 @@ def test_all_sequences_at_once(case: str, queries: tuple[int, int]) -> None:
     assert fields["changed"].tolist() == [0]
 
 
+def forest(*shapes: tuple[WindowLayout, int]) -> list[TokenTree]:
+    """Random trees of one forest: a layout and a number of draft tokens each."""
+    rng, rows = random.Random(1), sum(layout.size + drafted for layout, drafted in shapes)
+    tokens, parents = [rng.randrange(1000) for _ in range(rows)], list[int]()
+    for layout, drafted in shapes:
+        parents += [*layout.parents, *[rng.randrange(layout.size + node) for node in range(drafted)]]
+    joined, start, trees = Forest(array("i", [*tokens, *parents, *[0] * 2 * rows]), rows), 0, list[TokenTree]()
+    for layout, drafted in shapes:
+        trees.append(TokenTree.of_forest(joined, start, layout, drafted, 0.0))
+        start += trees[-1].size
+    return trees
+
+
+FORESTS = {
+    "one tree": [(window_layout(0, 4), 20)],
+    "bare roots": [(window_layout(0, 4), 0)] * 3,
+    "windows": [(window_layout(3, 4), 4), (window_layout(0, 4), 3), (window_layout(3, 2), 2), (window_layout(5, 2), 0)],
+    "full": [(window_layout(0, 4), 5), (window_layout(0, 4), 25)],
+}
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("case", FORESTS)
+@pytest.mark.parametrize("queries", [[(1, 16), (1, 64)], [(4, 2), (3, 7)]])
+def test_the_rows_in_c(case: str, queries: list[tuple[int, int]]) -> None:
+    trees = forest(*FORESTS[case])
+    found = []
+    for in_c in (False, True):
+        packet = Packet(32, 32, [130, 100], 2, False)
+        for field in packet.fields.values():
+            field.fill(77)
+        if not in_c:
+            packet._rows_in_c = lambda queries: None  # type: ignore[method-assign]
+        packet.begin()
+        slots, lengths = range(9, 9 + len(trees)), range(100, 100 + len(trees))
+        starts = packet.write_rows(slots, lengths, [()] * len(trees), trees, queries)
+        packet.write_commits((), [(), ()])
+        assert (packet._in_c is not None) is in_c
+        found.append((starts, packet.needed, {name: field.tolist() for name, field in packet.fields.items()}))
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_trees_without_room_are_not_written() -> None:
+    packet, trees = Packet(4, 4, [9], 1, False), forest((window_layout(0, 4), 4))
+    with pytest.raises(IndexError):
+        packet.write_rows([0], [0], [()], trees, [(1, 16)])
+    assert not packet.fields["tokens"].any()
+
+
 def test_what_has_no_room_becomes_the_overflow() -> None:
     """Commits with their moves, or changes of page tables; the rest stands in the fields as usual."""
     packet = Packet(1, 1, [1], 2, False)
@@ -108,5 +161,8 @@ def test_more_tiles_than_there_is_room_for() -> None:
     """They would be written over other fields, or get no program of attention."""
     packet = Packet(32, 24, [2], 1, False)
     packet.write_rows([1, 2], [3, 70], [(), ()], [FORKED, FORKED], [(1, 16)])
-    with pytest.raises(ValueError, match="3 tiles of attention in a step that has room for 2"):
-        packet.write_rows([1, 2], [3, 70], [(), [1, 2]], [FORKED, FORKED], [(1, 16)])
+    for chunks, trees in (([(), [1, 2]], [FORKED, FORKED]), ([()] * 3, forest(*[(window_layout(0, 4), 2)] * 3))):
+        packet.fields["commits"].fill(77)
+        with pytest.raises(ValueError, match="3 tiles of attention in a step that has room for 2"):
+            packet.write_rows(range(len(trees)), range(len(trees)), chunks, trees, [(1, 16)])
+        assert (packet.fields["commits"] == 77).all()  # the field after the tiles

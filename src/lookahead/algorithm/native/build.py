@@ -1,4 +1,4 @@
-"""Compile and load the drafter in C.
+"""Compile and load the library in C: the drafter, and the writer of packets.
 
 It is compiled at first use with the machine's C compiler (Triton needs one for its launchers, so machines that run our
 kernels have one) and stored in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, the Python drafter runs
@@ -48,6 +48,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "draft_search": (_INT, [_POINTER, _POINTER]),
     "draft_trees": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
     "draft_accept": (None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER]),
+    "packet_write_rows": (_INT, [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER]),
     "workers_new": (_POINTER, [_INT]),
     "workers_wake": (None, [_POINTER]),
 }
@@ -97,6 +98,15 @@ def bind(path: Path) -> Any:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def check_result(result: int) -> int:
+    """Return C's result, or raise the exception of a negative one."""
+    if result == -2:
+        raise IndexError("a node, a parent or an origin that does not exist")
+    if result < 0:
+        raise MemoryError
+    return result
 
 
 def fingerprint() -> str:

@@ -34,9 +34,6 @@ class CandidatesInC:
         )  # fmt: skip
         self._packed = array("B", packed)
         self.address = address_of(self._packed)
-        # The inputs of the cached draft; the draft itself refers to the candidates.
-        self.cached: CachedInputs | None = None
-        self.cached_step = 0  # the address of its `Step`
 
     def step(
         self,
@@ -68,9 +65,9 @@ class CandidatesInC:
         packed = self.step(
             draft, times, cached.trust, bonus=draft.bonus, all_taken=draft.all_taken, max_text=cached.max_text
         )
-        self._step_memory = array("B", packed), times, cached.trust
-        self.cached, self.cached_step = cached, address_of(self._step_memory[0])
-        return self.cached_step
+        memory = array("B", packed)
+        cached.step, cached.memory = address_of(memory), (memory, times, cached.trust, self)
+        return cached.step
 
     def first_tokens(self, n: int) -> DraftTokens:
         """A copy of the first n draft tokens."""

@@ -1,5 +1,5 @@
-/* The drafter in C: the tables of successors, the sources that search the text, the best-first search, and the choice
-   among all sequences of a step. Each part has a Python twin with the same results, bit for bit, which tests/algorithm/
+/* The drafter in C: the tables of successors, the sources that search the text, the best-first search, the choice
+   among all sequences of a step, verification, and the rows of a step's packet. Each part has a Python twin with the same results, bit for bit, which tests/algorithm/
    native compares. Read the twins first:
 
      table.c    SuccessorDict, in successors.py
@@ -7,6 +7,7 @@
      draft.c    PythonDrafter.search, in search.py, and SuccessorTables.look_up, in successors.py
      choice.c   PythonDrafter.draft_trees, in search.py, and best_counts, in budget.py
      accept.c   accept, in verify.py
+     packet.c   Packet.write_rows, in backends/graph/packet.py
      workers.c  no twin: threads that search for several sequences in parallel
      layout.c   no twin: the layout of the structs that Python packs
 
@@ -194,5 +195,21 @@ typedef struct Workers Workers;
 typedef void (*Task)(void *argument, int32_t index);
 
 void workers_run(Workers *w, Task task, void *argument, int32_t count); /* w may be NULL */
+
+/* 5. The packet of a step. */
+
+/* The fields of a packet: their first numbers in it, and how many rows, needed rows and sequences they have room for. */
+typedef struct {
+    int32_t *numbers;
+    int32_t row_room, needed_room, sequence_room;
+    int32_t shapes; /* head shapes, each with a field of tiles */
+    int32_t tokens, sequence_of, parents, sequences, needed;
+} PacketFields;
+
+/* The tiles of a head shape: their first number in the packet, the room for them, the queries of a row per K/V head,
+   and the queries of a tile. */
+typedef struct {
+    int32_t first, room, group, block;
+} TileField;
 
 #endif

@@ -7,15 +7,16 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from struct import pack
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import MAX_DRAFT_TOKENS, NO_LIMITS, Candidates, Draft, Limits, StepLimits, TextSettings
-from lookahead.algorithm.native.candidates import CandidatesInC, address_of, candidates_in_c, chains_of, table_of
+from lookahead.algorithm.native.build import check_result
+from lookahead.algorithm.native.candidates import address_of, candidates_in_c, chains_of, table_of
 from lookahead.algorithm.native.layout import STEP, STEP_LIMITS
-from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check_result
+from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers
 from lookahead.algorithm.native.verification import NativeVerification
 from lookahead.algorithm.tree import NO_DRAFT_TOKENS, DraftTokens, Forest, TokenTree
 from lookahead.algorithm.verify import Verification
@@ -74,21 +75,21 @@ class NativeDrafter:
         steps, numbers, rows, drafted, searched = list[int](), list[Numbers](), 0, 0, 0
         alive = list[Any]()  # memory that must outlive the call
         for draft in drafts:
-            if draft.cached is None:
+            cached, most = draft.cached, draft.max_tokens
+            if cached is None:
                 steps.append(self._step(draft, numbers, alive))
             else:
-                in_c = cast("CandidatesInC | None", draft.candidates and draft.candidates.in_c)
-                steps.append(
-                    in_c.cached_step if in_c is not None and in_c.cached is draft.cached else self._cache(draft)
-                )
-            if draft.candidates is not None and draft.max_tokens > 0:
+                steps.append(cached.step or self._cache(draft))
+            if most > 0 and draft.candidates is not None:
                 searched += 1
-                drafted += draft.max_tokens
+                drafted += most
             rows += draft.layout.size
         self._searched = searched
         # 2. Search, choose draft tokens, write the trees.
         times: npt.NDArray[np.float64] | array[float] | None
-        if isinstance(limits.cost, np.ndarray):  # new in every step
+        if limits.cost is None:
+            address = count = 0
+        elif isinstance(limits.cost, np.ndarray):  # new in every step
             times = np.ascontiguousarray(limits.cost, dtype=np.float64)
             address, count = times.__array_interface__["data"][0], len(times)
         else:  # from a config

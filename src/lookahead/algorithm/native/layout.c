@@ -31,7 +31,14 @@
     FIELD(StepLimits, sequences, 20) FIELD(StepLimits, max_weighed, 24) FIELD(StepLimits, max_tokens, 28) \
     SIZE(StepTree, 24) \
     FIELD(StepTree, candidates, 0) FIELD(StepTree, nodes, 8) FIELD(StepTree, branch, 12) FIELD(StepTree, width, 16) \
-    FIELD(StepTree, needed_count, 20)
+    FIELD(StepTree, needed_count, 20) \
+    SIZE(PacketFields, 48) \
+    FIELD(PacketFields, numbers, 0) FIELD(PacketFields, row_room, 8) FIELD(PacketFields, needed_room, 12) \
+    FIELD(PacketFields, sequence_room, 16) FIELD(PacketFields, shapes, 20) FIELD(PacketFields, tokens, 24) \
+    FIELD(PacketFields, sequence_of, 28) FIELD(PacketFields, parents, 32) FIELD(PacketFields, sequences, 36) \
+    FIELD(PacketFields, needed, 40) \
+    SIZE(TileField, 16) \
+    FIELD(TileField, first, 0) FIELD(TileField, room, 4) FIELD(TileField, group, 8) FIELD(TileField, block, 12)
 
 #if UINTPTR_MAX == UINT64_MAX
 #define SAME_SIZE(type, size) _Static_assert(sizeof(type) == (size), "layout.py has another size of " #type);

@@ -51,8 +51,13 @@ STEP = Record(
 )  # fmt: skip
 STEP_LIMITS = Record("StepLimits", cost="P", floor="d", cost_count="i", sequences="i", max_weighed="i", max_tokens="i")
 STEP_TREE = Record("StepTree", candidates="P", nodes="i", branch="i", width="i", needed_count="i")
+PACKET_FIELDS = Record(
+    "PacketFields", numbers="P", row_room="i", needed_room="i", sequence_room="i", shapes="i", tokens="i",
+    sequence_of="i", parents="i", sequences="i", needed="i",
+)  # fmt: skip
+TILE_FIELD = Record("TileField", first="i", room="i", group="i", block="i")
 
-RECORDS = (TEXT_SETTINGS, STEP_SUCCESSORS, CANDIDATES, STEP, STEP_LIMITS, STEP_TREE)
+RECORDS = (TEXT_SETTINGS, STEP_SUCCESSORS, CANDIDATES, STEP, STEP_LIMITS, STEP_TREE, PACKET_FIELDS, TILE_FIELD)
 """In the order of `layout.c`."""
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import TextSettings
+from lookahead.algorithm.native.build import check_result
 from lookahead.algorithm.native.layout import STEP_SUCCESSORS, TEXT_SETTINGS
 from lookahead.algorithm.successors import MAX_SUCCESSORS, Key, Successors
 from lookahead.algorithm.tree import TokenTree
@@ -114,12 +115,3 @@ def successor_count(numbers: int) -> int:
     if numbers % 2 or numbers > 2 * MAX_SUCCESSORS:
         raise ValueError(f"{numbers} numbers are not up to {MAX_SUCCESSORS} successors with a level for each")
     return numbers // 2
-
-
-def check_result(result: int) -> int:
-    """Return C's result, or raise the exception of a negative one."""
-    if result == -2:
-        raise IndexError("a node, a parent or an origin that does not exist")
-    if result < 0:
-        raise MemoryError
-    return result

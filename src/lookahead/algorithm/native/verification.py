@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.algorithm.draft import Candidates
+from lookahead.algorithm.native.build import check_result
 from lookahead.algorithm.native.candidates import CandidatesInC, address_of
 from lookahead.algorithm.native.layout import STEP_TREE
-from lookahead.algorithm.native.memory import check_result
 from lookahead.algorithm.output import StepOutput, results_of
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict

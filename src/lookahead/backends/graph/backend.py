@@ -312,5 +312,5 @@ class GraphBackend:
     def _move_pending(self) -> None:
         """Move the accepted K/V of all pending commits now, without a step."""
         self._ahead.drop()
-        if self.slots.pending:
+        if self.slots.pending_commits:
             self.runner.move(*self.slots.take_pending())

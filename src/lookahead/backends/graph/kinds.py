@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
@@ -109,14 +110,27 @@ def forward_kind(
     trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], needed: int, device: DeviceTraits
 ) -> ForwardKind:
     """The kind of a forward pass over trees and prompt chunks of these sizes, with `needed` rows of logits."""
+    if len(trees) == 1 and not chunks[0]:  # a single tree has the same kind at any length
+        return _kind_of_tree(trees[0], needed, device)
+    return _forward_kind(trees, chunks, lengths, needed, device)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_tree(tree: int, needed: int, device: DeviceTraits) -> ForwardKind:
+    return _forward_kind((tree,), (0,), (0,), needed, device)
+
+
+def _forward_kind(
+    trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], needed: int, device: DeviceTraits
+) -> ForwardKind:
     largest, any_chunk = max(trees), any(chunks)
     rows = bucket(sum(trees) + sum(chunks))
     tilings = []
     for shape in device.shapes:
-        group, size, row_counts = shape.group, TileSize.SMALL, list(trees)
+        group, size, row_counts = shape.group, TileSize.SMALL, trees
         if largest > few_rows(group) or any_chunk:  # otherwise small tiles are faster
             size = _faster_size(trees, chunks, lengths, group)
-            row_counts += chunks
+            row_counts = [*trees, *chunks]
         block = queries_per_tile(shape.dim, size)
         tiles = sum([-(-count * group // block) for count in row_counts])
         grid = Grid.SINGLE if tiles <= -(-rows * group // block) else Grid.SPLIT
@@ -140,12 +154,16 @@ def _faster_size(trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[
     tree or long prompt should not force large tiles on all of them. Short prompts are ignored: they are faster in small
     tiles, but gain little.
     """
+    small, large = int(TileSize.SMALL), int(TileSize.LARGE)  # the members of an enum take longer
     small_work = large_work = 0
     for tree, chunk, length in zip(trees, chunks, lengths, strict=True):
         before = length + chunk
-        for rows, keys in ((tree, before + tree), (chunk, before if before > SHORT_PROMPT else 0)):
-            small_work += -(-rows * group // TileSize.SMALL) * keys
-            large_work += -(-rows * group // TileSize.LARGE) * keys
+        keys = before + tree
+        small_work += -(-tree * group // small) * keys
+        large_work += -(-tree * group // large) * keys
+        if chunk and before > SHORT_PROMPT:
+            small_work += -(-chunk * group // small) * before
+            large_work += -(-chunk * group // large) * before
     return TileSize.SMALL if small_work <= LARGE_TILE_TIME * large_work else TileSize.LARGE
 
 

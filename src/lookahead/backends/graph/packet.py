@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import add, mul
 from struct import pack, pack_into
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead.algorithm.native.build import library
 from lookahead.algorithm.tree import TokenTree, forest_of
+from lookahead.backends.graph.native_rows import NativeRows
 from lookahead.backends.graph.records import SequenceRecord, Tile
 from lookahead.backends.graph.sizes import PAGE
 
@@ -113,6 +115,7 @@ class Packet(Fields):
         self._row_numbers = array("i", range(rows)).tobytes()
         self._sequence_numbers = [array("i", (index,)).tobytes() for index in range(sequences)]
         self._changed, self.overflow = False, NO_OVERFLOW
+        self._in_c: NativeRows | None = None
         self.sequences_room, self.moves_room, self.tiles_room = sequences, moves, list(tiles)
         self.begin()
 
@@ -139,30 +142,58 @@ class Packet(Fields):
         """Write the rows of all sequences. Returns the index of each sequence's first needed row.
 
         `slots` are the sequences' slots in the page tables, `lengths` their cached tokens. `queries`: for each head
-        shape, the queries of a row per K/V head, and the queries of a tile.
+        shape, the queries of a row per K/V head, and the queries of a tile. Where possible, C writes them: in Python it
+        takes 85 us for 64 sequences.
         """
+        nodes, wanted = [tree.size for tree in trees], [len(tree.needed) for tree in trees]
+        *starts, self.needed = accumulate(wanted, initial=0)
+        forest = None if any(chunks) else forest_of(trees)
+        in_c = None if forest is None else self._rows_in_c(queries)
+        if forest is None or in_c is None:
+            self._tiles = self._write_rows(slots, lengths, chunks, trees, nodes, wanted, queries)
+        else:
+            self._tiles = in_c.write(slots, lengths, nodes, wanted, forest)
+        for count, room in zip(self._tiles, self.tiles_room, strict=True):
+            if count > room:
+                raise ValueError(f"{count} tiles of attention in a step that has room for {room}")
+        return starts
+
+    def _rows_in_c(self, queries: Sequence[tuple[int, int]]) -> NativeRows | None:
+        """The writer in C for these queries of each head shape. None without the library in C."""
+        c = library()
+        if c is not None and (self._in_c is None or self._in_c.queries != queries):
+            firsts = {name: start for name, (start, *_) in self._spans.items()}
+            room = len(self.fields["tokens"]), len(self.fields["needed"]), self.sequences_room
+            self._in_c = NativeRows(c, self.host.data_ptr(), firsts, room, self.tiles_room, queries)
+        return self._in_c
+
+    def _write_rows(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        trees: Sequence[TokenTree],
+        nodes: Sequence[int],
+        wanted: Sequence[int],
+        queries: Sequence[tuple[int, int]],
+    ) -> list[int]:
+        """Write the rows of all sequences, whose trees have `nodes` nodes, `wanted` of them needed. Returns the number
+        of tiles of each head shape."""
         # 1. The rows: each sequence's chunk, then its tree.
-        chunk_rows, nodes = [len(chunk) for chunk in chunks], [tree.size for tree in trees]
-        rows, ends, any_chunk = nodes, lengths, any(chunk_rows)
-        forest = None if any_chunk else forest_of(trees)
-        tokens: list[Numbers] = [tree.tokens for tree in trees] if forest is None else [forest.tokens]
-        parents: list[Numbers] = [tree.parents for tree in trees] if forest is None else [forest.parents]
-        if any_chunk:
-            none = [self._minus_ones[: 4 * count] for count in chunk_rows]
-            tokens = list(chain.from_iterable(zip([array("i", chunk) for chunk in chunks], tokens, strict=True)))
-            parents = list(chain.from_iterable(zip(none, parents, strict=True)))
-            rows, ends = list(map(add, chunk_rows, nodes)), list(map(add, chunk_rows, lengths))
+        chunk_rows = [len(chunk) for chunk in chunks]
+        rows, ends = list(map(add, chunk_rows, nodes)), list(map(add, chunk_rows, lengths))
+        tokens, parents = list[Numbers](), list[Numbers]()
+        for chunk, tree in zip(chunks, trees, strict=True):
+            tokens += array("i", chunk), tree.tokens
+            parents += self._minus_ones[: 4 * len(chunk)], tree.parents
         self._write("tokens", b"".join(tokens), self._zeros)
         self._write("parents", b"".join(parents), self._minus_ones)
         self._write("sequence_of", b"".join(map(mul, self._sequence_numbers, rows)), self._minus_ones)
         # 2. The needed rows.
         *firsts, count = accumulate(rows, initial=0)
-        roots = list(map(add, firsts, chunk_rows)) if any_chunk else firsts
-        wanted = [len(tree.needed) for tree in trees]
+        roots = list(map(add, firsts, chunk_rows))
         if wanted == rows:  # all of them
             self._write("needed", self._row_numbers[: 4 * count], self._zeros)
-        elif roots == [0]:
-            self._write("needed", trees[0].needed.tobytes(), self._zeros)
         else:
             needed = [root + node for root, tree in zip(roots, trees, strict=True) for node in tree.needed]
             self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
@@ -171,6 +202,7 @@ class Packet(Fields):
         for index, field in enumerate((slots, lengths, firsts, chunk_rows, nodes)):  # in the order of `SequenceRecord`
             records[index::SEQUENCE_FIELDS] = field
         self._write_first("sequences", records)
+        counts = []
         for shape, (group, block) in enumerate(queries):
             tiles: list[int] = []
             for slot, end, first, chunk, root, size in zip(slots, ends, firsts, chunk_rows, roots, nodes, strict=True):
@@ -178,12 +210,9 @@ class Packet(Fields):
                     tiles += slot, end, first, chunk, number, 0
                 for number in range(-(-size * group // block)):
                     tiles += slot, end, root, size, number, 1
-            count = self._tiles[shape] = len(tiles) // TILE_FIELDS
-            if count > self.tiles_room[shape]:
-                raise ValueError(f"{count} tiles of attention in a step that has room for {self.tiles_room[shape]}")
-            self._write_first(f"tiles_{shape}", tiles)
-        *starts, self.needed = accumulate(wanted, initial=0)
-        return starts
+            counts.append(len(tiles) // TILE_FIELDS)
+            self._write_first(f"tiles_{shape}", tiles[: TILE_FIELDS * self.tiles_room[shape]])
+        return counts
 
     def _write(self, name: str, numbers: bytes, filler: bytes) -> None:
         """Write numbers to the start of a field, and `filler` to the rest of it."""
@@ -202,14 +231,15 @@ class Packet(Fields):
         """Write the commits, each group's moves of accepted K/V and the page-table updates, flat as in the fields, and
         the numbers of tiles, commits and updates. What does not fit becomes the `overflow`."""
         self.overflow = NO_OVERFLOW
-        if len(commits) > 2 * self.sequences_room or (commits and len(moves[0]) > 2 * self.moves_room):
+        if commits and (len(commits) > 2 * self.sequences_room or len(moves[0]) > 2 * self.moves_room):
             self.overflow, commits, moves = Overflow(commits, moves), (), ()
         if len(changes) > 2 * self.changes_room:
             self.overflow, changes = replace(self.overflow, changes=changes), ()
         if changes or self._changed:
             self._changed = bool(changes)
             self._write_first("changed", (len(changes) // 2, *changes))  # the two fields are adjacent
-        self._write_first("commits", commits)
-        for group, own in enumerate(moves):
-            self._write_first("moves", own, 2 * self.moves_room * group)
+        if commits:
+            self._write_first("commits", commits)
+            for group, own in enumerate(moves):
+                self._write_first("moves", own, 2 * self.moves_room * group)
         self._write_first("counts", [number for tiles in self._tiles for number in (tiles, len(commits) // 2)])

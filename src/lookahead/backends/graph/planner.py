@@ -66,19 +66,20 @@ class Planner:
         by_number, trees = self._slots.by_number, [sequence.tree for sequence in inputs]
         slots = [by_number[sequence.slot] for sequence in inputs]
         sizes, lengths = [tree.size for tree in trees], [slot.length for slot in slots]
-        needs, chunks = list(map(add, lengths, sizes)), [sequence.chunk for sequence in inputs]
+        needs, chunks, rows = list(map(add, lengths, sizes)), [sequence.chunk for sequence in inputs], sum(sizes)
         if has_chunks := any(chunks):
             needs = [need + len(chunk) for need, chunk in zip(needs, chunks, strict=True)]
-        self._check_rows(sizes, sum(needs) - sum(lengths))
+            rows = sum(needs) - sum(lengths)
+        self._check_rows(sizes, rows)
         self._slots.require_pages(slots, needs, PAGE // 2)
         # 2. Choose the kind of the step. All steps of a kind share one packet.
-        for sequence in inputs:
-            if sequence.adjustment is not None:
-                self.rules.open(sequence)
         kind = self.choose_kind(inputs, lengths)
+        if kind.targets.adjusted:
+            for sequence in inputs:
+                if sequence.adjustment is not None:
+                    self.rules.open(sequence)
         packet, targets, queries = step_packet = self._packets.packet(kind)
         # 3. The packet of the forward pass.
-        packet.begin()
         starts = packet.write_rows([slot.table_index for slot in slots], lengths, chunks, trees, queries)
         # 4. The packet of the targets graph.
         if kind.targets.sampler is not Sampler.GREEDY:
