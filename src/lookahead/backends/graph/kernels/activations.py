@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.overlap import overlapping, wait_for_previous
+from lookahead.backends.graph.kernels.overlap import let_next_begin, overlaps
 from lookahead.models.spec import Activation
 
 
@@ -55,7 +55,7 @@ def _activate(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of columns)."""
-    wait_for_previous(OVERLAPS)
+    let_next_begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -91,5 +91,5 @@ def activate(
     a, b, c, d = constants or (0.0, 0.0, 0.0, 0.0)
     _activate[(out.shape[0], triton.cdiv(width, block))](
         x, bias, out, a, b, c, d,
-        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4, **overlapping(x),
+        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4, OVERLAPS=overlaps(x),
     )  # fmt: skip

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.overlap import overlapping, wait_for_previous
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.sizes import PAGE
@@ -133,10 +132,8 @@ def _rotate_write(
     SOURCES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, NORMS_LAST: tl.constexpr, PAGE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of all heads). See `rotate_write`. PAIRS are rotated, of DIM / 2."""
-    wait_for_previous(OVERLAPS)
     # 1. The heads' columns in pairs; those that are not rotated are paired in any way.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -235,7 +232,6 @@ def rotate_write(
         SOURCES=qkv.shape[1] // given.dim, HEADS=given.heads, KV_HEADS=given.kv_heads, DIM=given.dim, HALF=half,
         BLOCK_H=block, PAIRS=0 if given.cosine is None else given.cosine.shape[1], INTERLEAVED=given.interleaved,
         Q_KIND=kinds[0], K_KIND=kinds[1], V_KIND=kinds[2], NORMS_LAST=given.norms_last, PAGE=PAGE, num_warps=4,
-        **overlapping(qkv),
     )  # fmt: skip
 
 
@@ -288,10 +284,9 @@ def _norm_heads(
     clip, q_eps, k_eps, v_eps, q_offset, k_offset, v_offset,
     SOURCES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
-    Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, OVERLAPS: tl.constexpr,
+    Q_KIND: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, 3), for queries, keys and values; (rows, 1) without keys and values. See `norm_heads`."""
-    wait_for_previous(OVERLAPS)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     if part == 0:
@@ -327,7 +322,7 @@ def norm_heads(qkv: torch.Tensor, projections: Projections, out: torch.Tensor) -
         qkv, given.bias, given.order, *weights, *shifts, out, given.clip, *epsilons, *offsets,
         SOURCES=qkv.shape[1] // given.dim, HEADS=given.heads, KV_HEADS=given.kv_heads, DIM=given.dim,
         BLOCK_Q=block, BLOCK_KV=kv_block, BLOCK_D=columns, Q_KIND=kinds[0], K_KIND=kinds[1], V_KIND=kinds[2],
-        num_warps=max(1, min(16, block * columns // 512)), **overlapping(qkv),
+        num_warps=max(1, min(16, block * columns // 512)),
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.overlap import overlapping, prefetch, wait_for_previous
+from lookahead.backends.graph.kernels.overlap import early_launch, prefetch, wait_for_previous
 from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models.quantised import Codes, Format
@@ -389,5 +389,5 @@ def multiply(
         out.stride(0), KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
         AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, INTERLEAVED=weights.interleaved,
         SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
-        WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages, **overlapping(x),
+        WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages, **early_launch(x),
     )  # fmt: skip
