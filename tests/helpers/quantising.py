@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.loading.formats import CPU_INT8
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
+from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed, quantise
 from lookahead.models.spec import Matrix
 
 
@@ -28,20 +28,59 @@ def quantised(part: Any, format: Format = CPU_INT8) -> Any:
     return replace(part, **changed) if changed else part
 
 
-def random_layer(format: Format, out: int, width: int, seed: int = 0) -> QuantisedLinear:
-    """A layer of this format with random codes."""
+def random_layer(
+    format: Format,
+    out: int,
+    width: int,
+    seed: int = 0,
+    scales: torch.dtype | None = None,
+    offsets: torch.dtype = torch.float16,
+) -> QuantisedLinear:
+    """A layer of this format with random codes. `scales` and `offsets` are the dtypes of these; uint8 for e8m0."""
     source = torch.Generator().manual_seed(seed)
     shape = -(-out // format.rows), format.groups(width)
     codes = torch.randint(0, 256, (out, width * format.codes.bits // 8), generator=source, dtype=torch.uint8)
     if format.codes is Codes.E4M3:
         codes = torch.randn(out, width, generator=source).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = torch.rand(shape, generator=source).bfloat16()
-    if format.codes is Codes.E2M1:
-        scales = torch.randint(120, 130, shape, generator=source, dtype=torch.uint8)
+    scales = scales or (torch.uint8 if format.codes is Codes.E2M1 else torch.bfloat16)
+    if scales is torch.uint8:
+        steps = torch.randint(120, 130, shape, generator=source, dtype=torch.uint8)
+    else:
+        steps = torch.rand(shape, generator=source).to(scales)
     zeros = torch.randint(0, 16, shape, generator=source, dtype=torch.uint8) if format.zeros else None
-    offsets = torch.randn(shape, generator=source).half() if format.offsets else None
+    added = torch.randn(shape, generator=source).to(offsets) if format.offsets else None
     order = torch.randperm(width, generator=source) if format.ordered else None
-    return QuantisedLinear(format, codes, scales, zeros=zeros, offsets=offsets, order=order, dtype=torch.float32)
+    return QuantisedLinear(format, codes, steps, zeros=zeros, offsets=added, order=order, dtype=torch.float32)
+
+
+def cancelling_layer(format: Format, out: int, width: int, rows: int) -> tuple[QuantisedLinear, torch.Tensor]:
+    """A layer and x [rows, width] whose products are all rounding errors, as of `products.cancelling`.
+
+    Every group of columns occurs a second time, negated and shuffled, and so does x.
+    """
+    layer, half = random_layer(format, out, width), width // 2
+    source = torch.Generator().manual_seed(1)
+    group = format.group or half
+    shuffled = torch.cat([start + torch.randperm(group, generator=source) for start in range(0, half, group)])
+    if format.codes.bits == 8:
+        codes = layer.codes[:, :half].clone()
+        negated = 256 - codes.int() if format.codes is Codes.INT8 else codes ^ 128
+        layer.codes = torch.cat([codes, negated.to(torch.uint8)[:, shuffled]], 1)
+    else:
+        codes = torch.randint(1, 16, (out, half), generator=source)
+        negated = 16 - codes if format.codes is Codes.INT4 else codes ^ 8
+        layer.codes = packed(torch.cat([codes, negated[:, shuffled]], 1))
+    if format.zeros:
+        layer.zeros = torch.full_like(layer.scales, 8, dtype=torch.uint8)
+    if format.group:
+        layer.scales[:, layer.scales.shape[1] // 2 :] = layer.scales[:, : layer.scales.shape[1] // 2]
+    if layer.offsets is not None:
+        layer.offsets[:, layer.offsets.shape[1] // 2 :] = -layer.offsets[:, : layer.offsets.shape[1] // 2]
+    x = torch.randn(rows, half, generator=source).bfloat16()
+    x = torch.cat([x, x[:, shuffled]], 1)
+    if layer.order is not None:
+        x = torch.empty_like(x).index_copy_(1, layer.order, x)
+    return layer, x
 
 
 def int8_by_hand(weight: Any) -> tuple[Any, Any]:

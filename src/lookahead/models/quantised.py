@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -79,7 +80,7 @@ class QuantisedLinear(torch.nn.Module):
     dtype, some rows at a time: right everywhere, and slow. `weight` is W in `dtype`, the model's.
 
     A backend may replace the tensors by others with the same content, for instance by parts of larger ones;
-    `is_interleaved` then says whether the codes are in the order of `interleaved`.
+    `is_interleaved` then says whether the codes are in the order of `interleaved`. In a state dict they never are.
     """
 
     codes: torch.Tensor
@@ -152,6 +153,17 @@ class QuantisedLinear(torch.nn.Module):
         made = QuantisedLinear(self.format, self.codes, self.scales, bias=bias, dtype=self.dtype, **others)
         made.is_interleaved = self.is_interleaved
         return made
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_interleaved:
+            destination[f"{prefix}codes"] = in_order(self.codes)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}codes"
+        if self.is_interleaved and getattr(state_dict.get(name), "shape", None) == self.codes.shape:
+            state_dict = {**state_dict, name: interleaved(state_dict[name])}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.format.activations is not None:

@@ -14,9 +14,10 @@ from lookahead.backends.graph.layers.norm import NORMED, Addition, LayerOutput, 
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.matrices.products import Products
+from lookahead.backends.graph.matrices.quantised import check_quantised
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.spec import Block, Decoder, Norm
+from lookahead.models.spec import Block, Decoder, Norm, matrices_in
 
 
 class GraphBlock:
@@ -111,10 +112,13 @@ class GraphModel:
         if self._constants() != now._constants():
             return False
         own, computed = storages_of(model), []
-        for before, new in zip(self._tensors(), now._tensors(), strict=True):
+        tensors, others = list(self._tensors()), list(now._tensors())
+        if len(tensors) != len(others):  # a matrix of another number format, or a bias that came or went
+            return False
+        for before, new in zip(tensors, others, strict=True):
             if before.data_ptr() == new.data_ptr():
                 continue
-            if _is_in(own, new) or before.shape != new.shape:
+            if _is_in(own, new) or (before.shape, before.dtype) != (new.shape, new.dtype):
                 return False
             computed.append((before, new))
         for before, new in computed:
@@ -147,5 +151,7 @@ def check_lowered(decoder: Decoder) -> None:
         groups_of(decoder)
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)
+        for matrix in matrices_in(decoder):
+            check_quantised(matrix)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from None

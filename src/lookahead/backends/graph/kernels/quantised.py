@@ -42,7 +42,7 @@ def _scales(
 @triton.jit
 def _weights(numbers, scale, offset, E8M0: tl.constexpr):
     """Numbers of codes times scales, plus offsets."""
-    if E8M0:
+    if E8M0 and offset is None and numbers.dtype != tl.float16:
         numbers = numbers * scale.to(numbers.dtype)  # exact
     else:
         weight = numbers.to(tl.float32) * scale
@@ -67,7 +67,10 @@ def _per_number(
     values, row, start, N, K, row_stride, group_stride,
     ROWS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scales, zeros or offsets of 64 columns from `start` on, for the numbers [BLOCK_N x 4, 16] of `_operand`."""
+    """Scales, zeros or offsets of 64 columns from `start` on, for the numbers [BLOCK_N x 4, 16] of `_operand`.
+
+    GROUP: 8, 16 or 32, or a multiple of 64.
+    """
     GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= 64 else 64 // GROUP
     column = start + tl.arange(0, GROUPS)[None, :] * (64 // GROUPS)
     found = _scales(values, row[:, None], column, (row < N)[:, None], K, row_stride, group_stride, ROWS, GROUP, E8M0)

@@ -102,6 +102,14 @@ def fuse_weights(matrix: Matrix, device: torch.device | None = None) -> tuple[to
     return weight, _fuse(matrix.parts, "bias", sizes, device) if matrix.has_bias else None
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def fuse_biases(matrix: Matrix) -> torch.Tensor | None:
+    """The biases alone, as `fuse_weights` fuses them."""
+    sizes = [Matrix((part,), matrix.transposed).shape[0] for part in matrix.parts]
+    return _fuse(matrix.parts, "bias", sizes, None) if matrix.has_bias else None
+
+
 def _fuse(
     modules: Sequence[torch.nn.Module],
     name: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.backends.graph.matrices.dense import DenseMatrix, Multiply
+from lookahead.backends.graph.matrices.dense import DenseMatrix, Multiply, fuse_biases
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.matrices.quantised import QuantisedMatrix, can_fuse
 from lookahead.backends.graph.ops import Ops
@@ -38,7 +38,8 @@ class SeparateMatrix:
         """The products for a step of this many rows, without the bias."""
         planned, end = list[tuple[Multiply, slice, torch.Tensor | None]](), 0
         for part in self._parts:
-            own = part.new_out(max(rows, INVARIANT_ROWS)) if isinstance(part, DenseMatrix) else None
+            padded = -(-rows // INVARIANT_ROWS) * INVARIANT_ROWS  # its kernels may pad a product to this
+            own = part.new_out(padded) if isinstance(part, DenseMatrix) else None
             planned.append((part.plan(rows), slice(end, end + part.out), own))
             end += part.out
 
@@ -69,6 +70,7 @@ class Matrices:
             like = self._like.setdefault(matrix.shape, [])
             return DenseMatrix(matrix, self._products, self._ops.last_columns, like, alignment)
         if can_fuse(matrix):
-            return QuantisedMatrix(matrix, self._ops)
+            return QuantisedMatrix(matrix, self._products.dtype, self._ops)
+        bias = fuse_biases(matrix)  # first: the parts' own become views of it
         parts = [self.lower(Matrix((part,), matrix.transposed)) for part in matrix.parts]
-        return SeparateMatrix([part for part in parts if not isinstance(part, SeparateMatrix)], matrix.bias())
+        return SeparateMatrix([part for part in parts if not isinstance(part, SeparateMatrix)], bias)

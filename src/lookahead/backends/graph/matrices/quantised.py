@@ -10,37 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from lookahead.backends.graph.matrices.dense import Multiply
+from lookahead.backends.graph.matrices.dense import Multiply, fuse_biases
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import QuantisedLinear, interleaved
+from lookahead.models.quantised import NAMES, QuantisedLinear, in_order, interleaved
 from lookahead.models.spec import Matrix
 
 EIGHT_ROWS, TWO_PIECES = 8, 128
 """Codes are interleaved if a matrix has a multiple of this many rows, of this many bytes; the kernel for others is
 slower."""
+SMALL_GROUPS = (8, 16, 32)
+"""Columns per scale that the kernel for interleaved codes takes, besides multiples of 64."""
 
 
 class QuantisedMatrix:
-    """W [out, in] in codes with scales, and its bias [out] or None."""
+    """W [out, in] in codes with scales, and its bias [out] or None. `dtype` is that of the products."""
 
-    def __init__(self, matrix: Matrix, ops: Ops) -> None:
-        fuse_quantised(matrix)
-        parts = parts_of(matrix)
+    def __init__(self, matrix: Matrix, dtype: torch.dtype, ops: Ops) -> None:
+        self._tensors = fuse_quantised(matrix)
+        self._parts, self._dtype, self._products = parts_of(matrix), dtype, ops.quantised
         self.out, self.width = matrix.shape
-        self.bias, self._matrix, self._products = matrix.bias(), matrix, ops.quantised
-        tensors: dict[str, Any] = {name: _whole([getattr(part, name) for part in parts]) for name in TENSORS}
-        self._tensors = {**tensors, "order": parts[0].order}
+        self.bias = fuse_biases(matrix)
         if self._products is not None:
             from lookahead.backends.graph.kernels.quantised import QuantisedWeights
 
+            first = self._parts[0]
             self._weights = QuantisedWeights(
-                parts[0].format, self.out, self.width, **self._tensors, interleaved=parts[0].is_interleaved
+                first.format, self.out, self.width, **self._tensors, interleaved=first.is_interleaved
             )
             self._products.reserve(self._weights)
 
@@ -51,16 +50,16 @@ class QuantisedMatrix:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that captured steps read."""
-        return [tensor for tensor in (*self._tensors.values(), self.bias) if tensor is not None]
+        return [*self._tensors.values()] if self.bias is None else [*self._tensors.values(), self.bias]
 
     @property
     def nbytes(self) -> int:
         """The bytes that a product reads."""
-        return sum(tensor.nbytes for tensor in self._tensors.values() if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def new_out(self, rows: int) -> torch.Tensor:
         """Memory [rows, out] that products may be written to."""
-        return torch.empty(rows, self.out, dtype=parts_of(self._matrix)[0].dtype, device=self.device)
+        return torch.empty(rows, self.out, dtype=self._dtype, device=self.device)
 
     def plan(self, rows: int) -> Multiply:
         """The product for a step of this many rows, without the bias: the kernel that reads the product adds it."""
@@ -69,11 +68,21 @@ class QuantisedMatrix:
 
     def _expand(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The product without a kernel."""
-        out.copy_(F.linear(x, self._matrix.weight().to(x.dtype)))
+        out.copy_(x @ torch.cat([part.dequantised(x.dtype) for part in self._parts]).T)
 
 
 def parts_of(matrix: Matrix) -> list[QuantisedLinear]:
     return [part for part in matrix.parts if isinstance(part, QuantisedLinear)]
+
+
+def check_quantised(matrix: Matrix) -> None:
+    """Raise UnsupportedModelError for a format that the kernels do not have."""
+    for part in parts_of(matrix):
+        if part.format.activations is not None:
+            raise UnsupportedModelError(
+                f"it rounds activations to {NAMES[part.format.activations]}; load it with weights alone quantised, for "
+                "instance dtype='fp8', or use backend='eager'"
+            )
 
 
 def can_fuse(matrix: Matrix) -> bool:
@@ -91,44 +100,39 @@ def can_fuse(matrix: Matrix) -> bool:
 TENSORS = ("codes", "scales", "zeros", "offsets")
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
-def fuse_quantised(matrix: Matrix, device: torch.device | None = None) -> None:
-    """Make the tensors of a matrix's parts parts of one each, on `device`, with interleaved codes if possible."""
+def fuse_quantised(matrix: Matrix) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix's parts as one each, by name, with interleaved codes if possible.
+
+    The parts' own become views of them. What is fused already is not copied.
+    """
     parts = parts_of(matrix)
-    if activations := next((part.format.activations for part in parts if part.format.activations), None):
-        raise UnsupportedModelError(f"its activations are rounded to {activations.value}")
-    if _are_fused(parts):
-        return
-    for part in parts:
-        part.to(device or part.codes.device)
     if any(part.format != parts[0].format or part.out_features % part.format.rows for part in parts[:-1]):
         for part in parts:
             spread_scales(part)
-    able = all(part.out_features % EIGHT_ROWS == 0 and part.codes.shape[1] % TWO_PIECES == 0 for part in parts)
-    for name in TENSORS:
-        tensors = [getattr(part, name) for part in parts]
-        if tensors[0] is None:
-            continue
-        if name == "codes" and able:
-            tensors = [interleaved(tensor) for tensor in tensors]
-        fused = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-        for part, view in zip(parts, fused.split([len(tensor) for tensor in tensors]), strict=True):
-            setattr(part, name, view)
-    order = None if parts[0].order is None else parts[0].order.to(torch.int32)
+    able = all(map(can_interleave, parts))
     for part in parts:
-        part.order, part.is_interleaved = order, able
+        if part.is_interleaved != able:
+            part.codes, part.is_interleaved = (interleaved if able else in_order)(part.codes), able
+    found = {}
+    for name in TENSORS:
+        tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+        if tensors:
+            found[name] = _joined(tensors)
+            for part, view in zip(parts, found[name].split([len(tensor) for tensor in tensors]), strict=True):
+                setattr(part, name, view)
+    if parts[0].order is not None:
+        found["order"] = parts[0].order.to(torch.int32)
+        for part in parts:
+            part.order = found["order"]
+    return found
 
 
-def _are_fused(parts: Sequence[QuantisedLinear]) -> bool:
-    """Whether that has been done: the parts' codes lie one after the other."""
-    if len(parts) == 1 or parts[0].is_interleaved:
-        return parts[0].is_interleaved
-    codes = [part.codes for part in parts]
-    return all(
-        before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        and before.data_ptr() + before.nbytes == after.data_ptr()
-        for before, after in pairwise(codes)
-    )
+def can_interleave(part: QuantisedLinear) -> bool:
+    """Whether the kernel for interleaved codes takes a part."""
+    group, (rows, width) = part.format.group, part.codes.shape
+    return rows % EIGHT_ROWS == width % TWO_PIECES == 0 and (group % 64 == 0 or group in SMALL_GROUPS)
 
 
 def spread_scales(part: QuantisedLinear) -> None:
@@ -141,10 +145,16 @@ def spread_scales(part: QuantisedLinear) -> None:
     part.format = replace(part.format, rows=1)
 
 
-def _whole(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The tensor of which these are the parts, in their order."""
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts' rows in one contiguous tensor: the one that they are parts of already, or a new one."""
     first = parts[0]
-    if first is None or len(parts) == 1:
-        return first
-    rows = sum(len(part) for part in parts if part is not None)
-    return torch.as_strided(first, (rows, first.shape[1]), first.stride(), first.storage_offset())
+    if len(parts) == 1:
+        return first.contiguous()
+    if all(part.is_contiguous() and part.dtype == first.dtype for part in parts) and all(
+        before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and before.data_ptr() + before.nbytes == after.data_ptr()
+        for before, after in pairwise(parts)
+    ):
+        rows = sum(map(len, parts))
+        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    return torch.cat(list(parts))
