@@ -15,6 +15,7 @@ from lookahead.models.quantised import (
     QuantisedLinear,
     activations_name,
     formats_of,
+    nearest_e2m1,
     packed,
     quantise,
     rounded,
@@ -128,6 +129,47 @@ def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: flo
     assert torch.equal(again.codes, layer.codes)
     assert layer.bias is not None
     assert torch.equal(layer.bias, torch.arange(20.0))
+
+
+def test_numbers_become_the_nearest_of_fp4() -> None:
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    numbers = torch.cat([torch.linspace(-9, 9, 4001), values])
+    chosen = values[nearest_e2m1(numbers).long()]
+    assert torch.equal((numbers - chosen).abs(), (numbers[:, None] - values).abs().amin(1))
+    # Of two that are equally near it is the one whose code is even.
+    halfway = (values[1:8] + values[:7]) / 2
+    assert nearest_e2m1(halfway).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert nearest_e2m1(-halfway).tolist() == [8, 10, 10, 12, 12, 14, 14]
+
+
+def test_rounding_to_mxfp4() -> None:
+    """A power of two per group of 32: OCP's, the largest for which the group's largest magnitude is at least 4."""
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(1))
+    weight[0, :32], weight[1, 5], weight[2, 7] = 0, 8.0, 7.999
+    layer = quantise(weight, Format(Codes.E2M1, 32))
+    groups = weight.unflatten(1, (-1, 32))
+    scales, most = torch.exp2(layer.scales.float() - 127), groups.abs().amax(2)
+    ratio = (most / scales)[most > 0]
+    assert layer.scales.dtype is torch.uint8
+    assert ((ratio >= 4) & (ratio < 8)).all()
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    nearest = (groups / scales[:, :, None])[..., None].sub(values).abs().argmin(-1)
+    expected = values[nearest] * scales[:, :, None]
+    assert torch.equal(layer.dequantised().unflatten(1, (-1, 32)), expected)
+    assert float(layer.dequantised()[1, 5]) == 8.0
+    assert float(layer.dequantised()[2, 7]) == 6.0
+    assert not layer.dequantised()[0, :32].any()
+    again = quantise(layer.dequantised(), layer.format)
+    assert torch.equal(again.dequantised(), layer.dequantised())
+
+
+@pytest.mark.parametrize("width", [72, 550])
+def test_the_last_group_of_mxfp4_may_be_shorter(width: int) -> None:
+    weight = torch.randn(5, width, generator=torch.Generator().manual_seed(2))
+    layer = quantise(weight, Format(Codes.E2M1, 32))
+    assert layer.dequantised().shape == weight.shape
+    torch.testing.assert_close(layer.dequantised(), by_hand(layer))
+    assert (layer.dequantised() - weight).norm() < 0.15 * weight.norm()
 
 
 def test_a_matrix_of_quantised_and_plain_parts_has_the_weights_and_biases_of_both() -> None:

@@ -221,6 +221,15 @@ def values_of(codes: torch.Tensor, kind: Codes) -> torch.Tensor:
     return table[nibbles.long()]
 
 
+def nearest_e2m1(numbers: torch.Tensor) -> torch.Tensor:
+    """The codes of the FP4 numbers that are nearest, of two equally near ones the even code. uint8, one per number."""
+    sizes = numbers.abs()
+    steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    sizes = ((sizes / steps).round() * steps).clamp(max=E2M1[-1])
+    found = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), sizes)
+    return (found + 8 * (numbers < 0)).to(torch.uint8)
+
+
 def packed(nibbles: torch.Tensor) -> torch.Tensor:
     """Nibbles [out, in], two per byte: [out, in / 2] uint8.
 
@@ -288,22 +297,31 @@ def rounded(x: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 @torch.no_grad()
 def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = None) -> QuantisedLinear:
-    """Round W [out, in] to the nearest values of a format: FP8 or int8 with a scale per row, or int4 in groups."""
+    """Round W [out, in] to the nearest values of a format with a scale per row, or per group of a row's columns.
+
+    A group's largest magnitude becomes the largest code. FP4's scales are the powers of two of OCP's MX formats: that
+    magnitude over its scale is at least 4 and below 8, of which 6 is the largest code.
+    """
     width = weight.shape[1]
     group = format.group or width
     wide = weight.float()
     blocks = (F.pad(wide, (0, -width % group)) if width % group else wide).unflatten(1, (-1, group))
-    most = {Codes.E4M3: 448.0, Codes.INT8: 127.0, Codes.INT4: 7.0}[format.codes]
-    scales = torch.maximum(blocks.amax(2), -blocks.amin(2)).clamp(min=1e-30) / most
+    largest = torch.maximum(blocks.amax(2), -blocks.amin(2)).clamp(min=1e-30)
+    if format.codes is Codes.E2M1:
+        scales = (torch.frexp(largest).exponent + (127 - 3)).clamp(0, 254).to(torch.uint8)
+    else:
+        scales = largest / {Codes.E4M3: 448.0, Codes.INT8: 127.0, Codes.INT4: 7.0}[format.codes]
     if format.codes is Codes.INT4:
         scales = scales.to(weight.dtype)  # two bytes per group: the codes are chosen for the scales as they are kept
-    steps = scales.float()
+    steps = scale_values(scales)
     steps = torch.where(steps > 0, steps, 1)  # in float16 the scale of tiny weights is 0
     scaled = (blocks / steps[:, :, None]).flatten(1)[:, :width]
     if format.codes is Codes.E4M3:
         codes = scaled.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     elif format.codes is Codes.INT8:
         codes = scaled.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+    elif format.codes is Codes.E2M1:
+        codes = packed(nearest_e2m1(scaled))
     else:
         codes = packed(scaled.round_().clamp_(-8, 7) + 8)
     given = None if bias is None else bias.detach()
