@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.overlap import let_next_begin, overlaps
 from lookahead.models.spec import Activation
 
 
@@ -52,10 +51,9 @@ def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
 @triton.jit
 def _activate(
     x, bias, out, a, b, c, d,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of columns)."""
-    let_next_begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -91,5 +89,5 @@ def activate(
     a, b, c, d = constants or (0.0, 0.0, 0.0, 0.0)
     _activate[(out.shape[0], triton.cdiv(width, block))](
         x, bias, out, a, b, c, d,
-        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4, OVERLAPS=overlaps(x),
+        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4,
     )  # fmt: skip

@@ -40,7 +40,6 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.near import add_near, add_tree
-from lookahead.backends.graph.kernels.overlap import let_next_begin, overlaps
 from lookahead.backends.graph.kernels.paths import LENGTH, list_size, most_blocks_of, most_nodes_of, most_paths_of
 from lookahead.backends.graph.kernels.prefix import add_all_splits, add_bounded_splits, add_split, splits_in_use
 from lookahead.backends.graph.kernels.records import load_tile
@@ -208,7 +207,7 @@ def _attend(
     scale, longest, kv_heads, splits, near_splits, words, list_length, most_paths, most_blocks, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, NEAR_KEYS: tl.constexpr,
-    PAGE: tl.constexpr, UNSPLIT: tl.constexpr, OVERLAPS: tl.constexpr,
+    PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with NEAR_KEYS one more; with UNSPLIT one).
 
@@ -217,7 +216,6 @@ def _attend(
     `step`: the rows' counts, tiles, tables, positions, cells and bits. `work`: memory for partial sums, their maxima
     and the number of splits that have stored them. See `attend` for the tensors.
     """
-    let_next_begin(OVERLAPS)
     count = tl.load(step[0])
     sizes = longest, kv_heads, splits, near_splits, words, list_length, most_paths, most_blocks
     if not UNSPLIT:
@@ -278,6 +276,6 @@ def attend(
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         PART_N=tiles.part_n, WINDOW=window, CHUNK=chunk, CAP=float(softcap) * LOG2E.value, NEAR_KEYS=tiles.near_keys,
         PAGE=page, UNSPLIT=tiles.unsplit,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, OVERLAPS=overlaps(q),
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

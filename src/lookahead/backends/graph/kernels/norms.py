@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.delta import Delta
-from lookahead.backends.graph.kernels.overlap import let_next_begin, overlaps
 from lookahead.models.spec import Norm
 
 HAS_NORM, CENTERED, ROUNDS_FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -77,10 +76,8 @@ def _add_norm(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     POST_1: tl.constexpr, POST_1_OFFSET: tl.constexpr, POST_2: tl.constexpr, POST_2_OFFSET: tl.constexpr,
     PRE_1: tl.constexpr, PRE_1_OFFSET: tl.constexpr, PRE_2: tl.constexpr, PRE_2_OFFSET: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows of out). See `add_norm`. Row i of out is of row rows[i]."""
-    let_next_begin(OVERLAPS)
     target = tl.program_id(0).to(tl.int64)
     source = target
     if rows is not None:
@@ -145,7 +142,6 @@ def add_norm(
     _add_norm[(outs[0].shape[0],)](
         residual, rows, scale, output_scale, **arguments,
         WIDTH=width, BLOCK=block, SCALED=scale != 1.0, num_warps=max(1, min(16, block // 512)),
-        OVERLAPS=overlaps(residual),
     )  # fmt: skip
 
 

@@ -14,13 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.overlap import early_launch, prefetch, wait_for_previous
 from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models.quantised import Codes, Format
 
-AHEAD = tl.constexpr(32)
-"""Lines of 128 bytes of every 8 rows that a program requests before it waits for the kernels before it."""
 KINDS = {Codes.E4M3: 0, Codes.INT8: 1, Codes.INT4: 2, Codes.E2M1: 3}
 
 
@@ -207,7 +204,6 @@ def _multiply(
     KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
     INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr, PARALLEL: tl.constexpr, PTX: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of N x splits if PARALLEL, tiles of rows). A tile is out^T [BLOCK_N, BLOCK_M]."""
     if PARALLEL:
@@ -221,13 +217,6 @@ def _multiply(
     at = x + m.to(tl.int64)[None, :] * x_stride
     blocks = tl.cdiv(K, 256 if KIND >= 2 else 128)
     per = tl.cdiv(blocks, SPLITS)
-    if OVERLAPS and INTERLEAVED:  # the codes do not depend on the kernels before
-        line = tl.arange(0, BLOCK_N // 8 * AHEAD)
-        group = tl.minimum(tile * (BLOCK_N // 8) + line // AHEAD, N // 8 - 1).to(tl.int64)
-        prefetch(
-            codes + group * 8 * codes_stride + tl.minimum(first_split * per * 8 + line % AHEAD, blocks * 8 - 1) * 128
-        )
-    wait_for_previous(OVERLAPS)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for split in range(first_split, last_split):
         first, last = split * per, tl.minimum((split + 1) * per, blocks)
@@ -392,5 +381,5 @@ def multiply(
         out.stride(0), KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
         AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, INTERLEAVED=weights.interleaved,
         SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
-        WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages, **early_launch(x),
+        WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

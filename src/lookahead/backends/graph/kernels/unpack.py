@@ -61,7 +61,7 @@ def _nibble(code, E2M1: tl.constexpr):
         # 0 and 0.5 without an exponent; else (1 + mantissa / 2) 2^(exponent - 1)
         power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
         size = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * power)
-        number = tl.where((code & 8) != 0, -size, size)
+        number = size * tl.where((code & 8) != 0, -1.0, 1.0)  # `-size` may be 0 - size, which has no -0
     else:
         number = code.to(tl.float32) - 8.0
     return number
