@@ -79,7 +79,7 @@ def check_interleaved(model: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
-@pytest.mark.parametrize("name", slow_but(FORMATS, "fp8 blocks", "int4 ordered"))
+@pytest.mark.parametrize("name", slow_but(FORMATS, "fp8 blocks"))
 def test_kernels_give_the_eager_backends_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, in steps of up to 16 rows."""
     model = quantised_model(name)
