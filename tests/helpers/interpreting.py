@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,39 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     _patch_language_once(monkeypatch)
     _skip_unread_overflow_checks(monkeypatch)
     _keep_numpy_types(monkeypatch)
+
+
+def interpreted_backends(monkeypatch: pytest.MonkeyPatch, row_sizes: tuple[int, ...]) -> Any:
+    """Makes graph backends on a CPU that run every operation as its Triton kernel, in steps of these sizes. Calling a
+    twin raises."""
+    from lookahead.backends.graph import runner, sizes, state
+    from lookahead.backends.graph.backend import GraphBackend
+    from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads, reference_layers
+    from lookahead.backends.graph.kernels.top import TopWork
+    from lookahead.backends.graph.matrices.quantised import QuantisedMatrix
+    from lookahead.backends.graph.ops import Ops
+
+    def twin(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a twin was called in place of its kernel")
+
+    quicken(monkeypatch)
+
+    def make(model: Any, processors: int = 2, description: Any = None) -> GraphBackend:
+        monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
+        monkeypatch.setattr(sizes, "ROW_SIZES", row_sizes)
+        monkeypatch.setattr(QuantisedMatrix, "_expand", twin)
+        for name in ("attend", "move_accepted", "top_tokens"):
+            monkeypatch.setattr(reference, name, twin)
+        for name in ("locate_rows", "norm_heads", "rotate_write"):
+            monkeypatch.setattr(reference_heads, name, twin)
+        for name in ("embed", "add_norm", "activate", "finish_logits"):
+            monkeypatch.setattr(reference_layers, name, twin)
+        for name in ("adjust", "count_tokens"):
+            monkeypatch.setattr(reference_draw, name, twin)
+        monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))
+        return GraphBackend(model, most_rows=row_sizes[-1], kv_tokens=512, description=description)
+
+    return make
 
 
 def _patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:

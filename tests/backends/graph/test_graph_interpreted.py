@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from described import HIDDEN
-from interpreting import quicken
+from interpreting import interpreted_backends
 from knobs import DIM, HEADS, KV_HEADS, Maker
 from model_table import ROUNDING, error
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
@@ -25,11 +24,8 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import runner, sizes, state
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.kernels import attention, reference, reference_draw, reference_heads, reference_layers
-from lookahead.backends.graph.kernels.top import TopWork
-from lookahead.backends.graph.ops import Ops
+from lookahead.backends.graph.kernels import attention
 from lookahead.config import SamplingParams
 from lookahead.models.reference import forward_tree
 from lookahead.models.spec import Activation, Decoder, Norm
@@ -43,29 +39,8 @@ PROMPT = [*range(2, 14)]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
-    """Makes a backend on a CPU that runs every operation as its Triton kernel. Calling a twin raises."""
-
-    def twin(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a twin was called in place of its kernel")
-
-    quicken(monkeypatch)
-
-    def make(model: Any, processors: int = 2, description: Decoder | None = None) -> GraphBackend:
-        monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
-        monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
-        for name in ("attend", "move_accepted", "top_tokens"):
-            monkeypatch.setattr(reference, name, twin)
-        for name in ("locate_rows", "norm_heads", "rotate_write"):
-            monkeypatch.setattr(reference_heads, name, twin)
-        for name in ("embed", "add_norm", "activate", "finish_logits"):
-            monkeypatch.setattr(reference_layers, name, twin)
-        for name in ("adjust", "count_tokens"):
-            monkeypatch.setattr(reference_draw, name, twin)
-        monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))
-        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512, description=description)
-
-    return make
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphBackend]:
+    return interpreted_backends(monkeypatch, SIZES)
 
 
 def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lookahead.backends.graph.matrices import cublaslt
-from lookahead.backends.graph.matrices.dense import DenseMatrices
 from lookahead.backends.graph.matrices.kernel_cache import VERSION, KernelCache
+from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.spec import Matrix
@@ -375,7 +375,7 @@ def test_rows_of_odd_widths_are_aligned(columns: int, stride: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     linear = torch.nn.Linear(256, columns, bias=False, device=device, dtype=dtype)
-    matrices = DenseMatrices(Products(device, dtype, invariant=True), Ops(device).last_columns)
+    matrices = Matrices(Products(device, dtype, invariant=True), Ops(device))
     matrix = matrices.lower(Matrix((linear,)), 64)
     out = matrix.new_out(192)
     assert out.shape == (192, columns)
