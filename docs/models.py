@@ -349,6 +349,7 @@ timm package, which text does not use, are left out.
 prompts to the same tokens here (the graph backend on the slow twins of its kernels); or why not, in a few words. Then
 the eager backend runs it: exact in fp32, a few times slower, and in half precision without the promise that the text is
 that of token-by-token decoding. Where there are images, the graph backend continued behind a prompt with one.
+These classes run there with [quantised weights](quantised.md), too.
 
 **refused**: `generate` stops with this message before the first token. An encoder-decoder that could not be built, or
 that does not start from text, is listed with the message that its config alone gives.
