@@ -35,7 +35,9 @@ def test_every_set_is_measured(lm: Any, data_dir: Path, tmp_path: Path) -> None:
     own.bigrams.put_tokens(np.zeros((lm.backend.vocab_size, 2 * MAX_SUCCESSORS), dtype=np.int32))
     out = tmp_path / "answers.json"
     try:
-        options = Namespace(data_dir=data_dir, limit=2, tokens=6, streams=[2], without_bigrams=True, with_window=True)
+        options = Namespace(
+            data_dir=data_dir, sets=SETS, limit=2, tokens=6, streams=[2], without_bigrams=True, with_window=True
+        )
         records = run(lm, Namespace(**vars(options), out=out))
     finally:
         own.bigrams = None

@@ -8,7 +8,7 @@ all of them, or by the last of several to finish. Every tile is multiplied by th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -53,7 +53,8 @@ def _weights(numbers, scale, offset, E8M0: tl.constexpr):
 def _operand(numbers, ROWS: tl.constexpr, WARPS: tl.constexpr):
     """Numbers [ROWS x 4, 16] of interleaved codes as the rows and 64 columns of a matrix instruction's operand.
 
-    Every thread keeps the numbers that it has: this only names them. See `interleaved_row` and `interleave`.
+    Every thread keeps the numbers that it has: this only names them. See `interleaved_row`, and `interleaved` in
+    `models.quantised`.
     """
     numbers = tl.reshape(numbers, [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
     return tl.reshape(tl.permute(numbers, [0, 2, 1, 3, 5, 6, 4, 7]), [ROWS, 64])
@@ -302,6 +303,8 @@ SPLIT_PROGRAMS, SPLIT_BYTES = 256, 512
 """K is split until a product has this many programs, but into no fewer bytes of a row: constants, because texts depend
 on the splits."""
 TILE_N = 64
+HOPPER_SHARED = 232448
+"""Bytes of shared memory that a program may have on an H200."""
 
 
 def splits_of(weights: QuantisedWeights) -> int:
@@ -329,10 +332,25 @@ def tile_of(weights: QuantisedWeights, rows: int) -> Tile:
     return Tile(128, 128 if grouped else 256, 8, 4 if wide and grouped else 3, 1, parallel=splits > 2 and rows <= 512)
 
 
+def fitted(tile: Tile, weights: QuantisedWeights, shared: int) -> Tile:
+    """A launch for a device whose multiprocessors have fewer bytes of shared memory than an H200's."""
+    columns = 64 * tile.chunks * 8 // weights.format.codes.bits
+    stage = tile.block_n * 64 * tile.chunks + tile.block_m * columns * 2
+    if tile.stages * stage <= shared:
+        return tile
+    if tile.stages > 2:
+        return fitted(replace(tile, stages=tile.stages - 1), weights, shared)
+    return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), weights, shared)
+
+
 class QuantisedProducts:
     """Plans products with quantised matrices on a device, which share memory for the sums of splits."""
 
     def __init__(self, device: torch.device) -> None:
+        self._shared = HOPPER_SHARED
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED)
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -341,7 +359,7 @@ class QuantisedProducts:
         a model's matrices are reserved before its first step."""
         numbers = counts = 0
         for rows in ROW_SIZES:
-            tile = tile_of(weights, rows)
+            tile = self._tile(weights, rows)
             if tile.parallel:
                 tiles = triton.cdiv(weights.out, tile.block_n) * triton.cdiv(rows, tile.block_m)
                 counts = max(counts, tiles)
@@ -353,12 +371,15 @@ class QuantisedProducts:
 
     def plan(self, weights: QuantisedWeights, rows: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """A function of (x [rows, K], out [rows, N])."""
-        tile, splits = tile_of(weights, rows), splits_of(weights)
+        tile, splits = self._tile(weights, rows), splits_of(weights)
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
             multiply(x, weights, out, tile, splits, self._partials, self._arrived)
 
         return run
+
+    def _tile(self, weights: QuantisedWeights, rows: int) -> Tile:
+        return fitted(tile_of(weights, rows), weights, self._shared)
 
 
 def multiply(

@@ -12,9 +12,11 @@ from quantising import cancelling_layer, random_layer
 from rounding import DTYPES
 
 from lookahead.backends.graph.kernels.quantised import (
+    HOPPER_SHARED,
     QuantisedProducts,
     QuantisedWeights,
     Tile,
+    fitted,
     multiply,
     splits_of,
     tile_of,
@@ -197,6 +199,19 @@ def test_one_reserve_is_enough_for_every_number_of_rows(format: Format, out: int
         if tile.parallel:
             assert len(products._partials) >= tiles * splits * tile.block_n * tile.block_m
             assert len(products._arrived) >= tiles
+
+
+@pytest.mark.parametrize("format", [Format(Codes.E4M3, 0), Format(Codes.E4M3, 128), Format(Codes.E2M1, 32)], ids=str)
+def test_launches_fit_the_shared_memory_of_a_device(format: Format) -> None:
+    weights = weights_of(random_layer(format, 64, 1024), torch.device("cpu"))
+    for rows in ROW_SIZES:
+        usual = tile_of(weights, rows)
+        assert fitted(usual, weights, HOPPER_SHARED) == usual
+        small = fitted(usual, weights, 99 << 10)
+        columns = 64 * small.chunks * 8 // format.codes.bits
+        assert small.stages * (small.block_n * 64 * small.chunks + small.block_m * columns * 2) <= 99 << 10
+        assert small.stages > 1
+        assert small.block_m >= 16
 
 
 @pytest.mark.gpu
