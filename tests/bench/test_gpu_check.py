@@ -131,6 +131,7 @@ def tiny_folder(
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_everything_but_the_tests(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the kernels' slow twins. Another GPU's baseline is not judged; one that was written here is."""
     baseline = tiny_folder / "baseline.json"

@@ -158,6 +158,7 @@ def test_a_gguf_is_quantised_once_it_is_dense(tmp_path: Path, tokenizer: Any) ->
 
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.thinned(1)
 def test_texts_are_those_of_the_quantised_model(
     saved: Path, settings: LookaheadConfig, plain: Callable[..., list[int]], dtype: str, backend: str
 ) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 import lookahead
 from lookahead import LookaheadConfig
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 CODE = """def total(prices):
     result = 0
     for price in prices:

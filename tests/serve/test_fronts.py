@@ -362,6 +362,7 @@ def test_fronts_that_keep_dying_end_the_server(server: Running, monkeypatch: pyt
         fronts.restart(fronts.fronts[0], status)
 
 
+@pytest.mark.slow
 def test_a_front_imports_nothing_from_the_folder_it_starts_in(tmp_path: Path) -> None:
     for name in ("secrets", "queue", "tokenizers"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the current folder')\n")

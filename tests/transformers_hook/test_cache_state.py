@@ -53,7 +53,7 @@ def same_state(cache: Any, before: Any) -> None:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("failure", ["refused", "failed"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_a_given_cache_is_as_it_was(family: str, kind: str, held: int, failure: str) -> None:
     model = tiny(family, seed=0, **FAMILIES[family])
     cache = CACHES[kind](model)

@@ -140,7 +140,7 @@ def test_second_turn(model: Any, make: Any, new_only: bool, by: str) -> None:
 @pytest.mark.parametrize("by", ["ours then ours", "ours then stock", "stock then ours"])
 @pytest.mark.parametrize("new_only", [False, True], ids=["all ids", "new ids"])
 @pytest.mark.parametrize("ends", [False, True], ids=["no eos", "eos"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_second_turn_of_a_padded_batch(llama: Any, batch: dict[str, Any], by: str, new_only: bool, ends: bool) -> None:
     """Padding on the left, and in the middle of rows that ended early: the mask has holes then."""
     first, second = by.split(" then ")

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("inputs", [PROMPT, ROWS], ids=["one row", "three rows"])
 @MORE
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_every_token_has_its_own(both: Any, model: Any, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     found = both(model, inputs, max_new_tokens=16, pad_token_id=0, **BOTH, **more).same()
     assert found.compression > 1 or more

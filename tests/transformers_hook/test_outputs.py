@@ -73,7 +73,7 @@ def tensors(pair: Pair) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2}, ENDS], ids=["plain", "processor", "eos"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_tensors_are_ordinary(both: Any, llama: Any, inputs: dict[str, Any], more: dict[str, Any], cache: str) -> None:
     """Not of inference mode, which autograd would refuse later, far from here."""
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

@@ -202,7 +202,7 @@ def check_log(pair: Pair, inputs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("calls", [1, 13, 10**6])
 @pytest.mark.parametrize("scores", [False, True])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_criterion_is_called_once_per_token(
     both: Any, llama: Any, inputs: dict[str, Any], calls: int, scores: bool
 ) -> None:

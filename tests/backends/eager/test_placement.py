@@ -91,8 +91,8 @@ PARTS = ["model.embed_tokens", *[f"model.layers.{i}" for i in range(3)], "model.
     [
         pytest.param(["model.layers.1"], id="layer", marks=pytest.mark.slow),
         pytest.param(["model.embed_tokens"], id="embedding", marks=pytest.mark.slow),
-        pytest.param(["lm_head"], id="head", marks=pytest.mark.slow),
-        pytest.param(PARTS, id="everything"),
+        pytest.param(["lm_head"], id="head"),
+        pytest.param(PARTS, id="everything", marks=pytest.mark.slow),
     ],
 )
 def test_offloaded_to_disk(saved: Path, plain: Any, tmp_path: Path, offloaded: list[str]) -> None:

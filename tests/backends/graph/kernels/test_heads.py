@@ -119,7 +119,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 128)])
 @pytest.mark.parametrize("extras", ["none", "bias", "norms"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 def test_rotate_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
 ) -> None:
