@@ -23,9 +23,9 @@ class NativeRows:
         tiles: Sequence[int],
         queries: Sequence[tuple[int, int]],
     ) -> None:
-        """`memory` is the packet's address, and `firsts` are the indices of its fields' first numbers. There is `room`
-        for rows, needed rows and sequences, and for so many `tiles` of each head shape; `queries` are as in
-        `Packet.write_rows`."""
+        """`memory` is the packet's address, and `firsts` are the indices of its fields' first numbers. `room` is the
+        most rows, rows whose logits are computed, and sequences; `tiles` the most tiles of each head shape; `queries`
+        are as in `Packet.write_rows`."""
         names = ("tokens", "sequence_of", "parents", "sequences", "needed")
         self._c, self.queries = c, queries
         self._fields = PACKET_FIELDS.pack(memory, *room, len(tiles), *(firsts[name] for name in names))

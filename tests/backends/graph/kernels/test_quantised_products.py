@@ -11,13 +11,12 @@ from marks import slow_but
 from quantising import cancelling_layer, random_layer
 from rounding import DTYPES
 
-from lookahead.backends.graph.kernels.quantised import (
+from lookahead.backends.graph.kernels.quantised import QuantisedProducts, multiply
+from lookahead.backends.graph.kernels.quantised_tiles import (
     HOPPER_SHARED,
-    QuantisedProducts,
     QuantisedWeights,
     Tile,
     fitted,
-    multiply,
     splits_of,
     tile_of,
 )

@@ -35,7 +35,7 @@ class QuantisedMatrix:
         self.out, self.width = matrix.shape
         self.bias = fuse_biases(matrix)
         if self._products is not None:
-            from lookahead.backends.graph.kernels.quantised import QuantisedWeights
+            from lookahead.backends.graph.kernels.quantised_tiles import QuantisedWeights
 
             first = self._parts[0]
             self._weights = QuantisedWeights(

@@ -1,0 +1,93 @@
+"""How a product with a quantised matrix is launched, by its format and number of rows. No result depends on it.
+
+The splits of K do not depend on the number of rows either: texts depend on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from lookahead.models.quantised import Format
+
+
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """The tensors of a quantised matrix; see `models.quantised.QuantisedLinear`. `order` is int32."""
+
+    format: Format
+    out: int
+    width: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    interleaved: bool = False
+
+    @property
+    def scales_after(self) -> bool:
+        """Whether scales multiply sums of products instead of weights: where the columns of a dot share one."""
+        group = self.format.group
+        return self.interleaved and self.offsets is None and (group in (0, 64) or group % 128 == 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product of some rows is launched; the result does not depend on it.
+
+    `chunks`, 1 or 2: 64 bytes of each matrix row that a program takes at once. `parallel`: a program per split.
+    """
+
+    block_n: int
+    block_m: int
+    warps: int
+    stages: int
+    chunks: int
+    parallel: bool
+
+
+SPLIT_PROGRAMS, SPLIT_BYTES = 256, 512
+"""K is split until a product has this many programs, but into no fewer bytes of a row: constants, because texts depend
+on the splits."""
+TILE_N = 64
+HOPPER_SHARED = 232448
+"""Bytes of shared memory that a program may have on an H200."""
+
+
+def splits_of(weights: QuantisedWeights) -> int:
+    """The number of splits of K, for every number of rows."""
+    tiles, splits = triton.cdiv(weights.out, TILE_N), 1
+    while tiles * splits < SPLIT_PROGRAMS and weights.codes.shape[1] >= 2 * splits * SPLIT_BYTES:
+        splits *= 2
+    return splits
+
+
+def tile_of(weights: QuantisedWeights, rows: int) -> Tile:
+    """The fastest launch on an H200 (see benchmarks/NOTES.md)."""
+    splits, wide = splits_of(weights), weights.format.codes.bits == 8
+    grouped = weights.scales_after and weights.format.group > 0  # its sums need registers twice
+    if rows <= 16:
+        return Tile(64, 16, 4, 4 if wide else 3, 2, parallel=splits > 1)
+    if rows <= 32:
+        return Tile(64, 32, 4, 6 if wide else 3, 1 if wide else 2, parallel=splits > 1)
+    if rows <= 64:
+        return Tile(64 if wide else 128, 64, 4 if wide else 8, 4, 1, parallel=splits > 1)
+    if rows <= 128 or (rows <= 256 and splits > 2):
+        return Tile(64, 128, 4, 4 if wide and grouped else 3, 1, parallel=splits > 2)
+    if wide and grouped and rows <= 256:
+        return Tile(64, 128, 4, 4, 1, parallel=False)
+    return Tile(128, 128 if grouped else 256, 8, 4 if wide and grouped else 3, 1, parallel=splits > 2 and rows <= 512)
+
+
+def fitted(tile: Tile, weights: QuantisedWeights, shared: int) -> Tile:
+    """A launch for a device whose multiprocessors have fewer bytes of shared memory than an H200's."""
+    columns = 64 * tile.chunks * 8 // weights.format.codes.bits
+    stage = tile.block_n * 64 * tile.chunks + tile.block_m * columns * 2
+    if tile.stages * stage <= shared:
+        return tile
+    if tile.stages > 2:
+        return fitted(replace(tile, stages=tile.stages - 1), weights, shared)
+    return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), weights, shared)
