@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from lookahead.loading.formats import CPU_INT8
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed, quantise
-from lookahead.models.spec import Matrix
 
 
 def quantised(part: Any, format: Format = CPU_INT8) -> Any:
@@ -56,28 +56,31 @@ def random_layer(
 def cancelling_layer(format: Format, out: int, width: int, rows: int) -> tuple[QuantisedLinear, torch.Tensor]:
     """A layer and x [rows, width] whose products are all rounding errors, as of `products.cancelling`.
 
-    Every group of columns occurs a second time, negated and shuffled, and so does x.
+    Every group of columns occurs a second time, negated and shuffled, and so does x, which is zero in the columns left.
     """
-    layer, half = random_layer(format, out, width), width // 2
+    layer, group = random_layer(format, out, width), format.group or width // 2
+    half = width // 2 // group * group
     source = torch.Generator().manual_seed(1)
-    group = format.group or half
     shuffled = torch.cat([start + torch.randperm(group, generator=source) for start in range(0, half, group)])
     if format.codes.bits == 8:
         codes = layer.codes[:, :half].clone()
         negated = 256 - codes.int() if format.codes is Codes.INT8 else codes ^ 128
-        layer.codes = torch.cat([codes, negated.to(torch.uint8)[:, shuffled]], 1)
+        layer.codes[:, half : 2 * half] = negated.to(torch.uint8)[:, shuffled]
     else:
-        codes = torch.randint(1, 16, (out, half), generator=source)
+        codes = torch.randint(1, 16, (out, width), generator=source)
         negated = 16 - codes if format.codes is Codes.INT4 else codes ^ 8
-        layer.codes = packed(torch.cat([codes, negated[:, shuffled]], 1))
+        codes[:, half : 2 * half] = negated[:, shuffled]
+        layer.codes = packed(codes)
     if format.zeros:
         layer.zeros = torch.full_like(layer.scales, 8, dtype=torch.uint8)
+    first, second = slice(half // group), slice(half // group, 2 * half // group)
     if format.group:
-        layer.scales[:, layer.scales.shape[1] // 2 :] = layer.scales[:, : layer.scales.shape[1] // 2]
+        layer.scales[:, second] = layer.scales[:, first]
     if layer.offsets is not None:
-        layer.offsets[:, layer.offsets.shape[1] // 2 :] = -layer.offsets[:, : layer.offsets.shape[1] // 2]
-    x = torch.randn(rows, half, generator=source).bfloat16()
-    x = torch.cat([x, x[:, shuffled]], 1)
+        layer.offsets[:, second] = -layer.offsets[:, first]
+    x = torch.zeros(rows, width, dtype=torch.bfloat16)
+    x[:, :half] = torch.randn(rows, half, generator=source)
+    x[:, half : 2 * half] = x[:, shuffled]
     if layer.order is not None:
         x = torch.empty_like(x).index_copy_(1, layer.order, x)
     return layer, x

@@ -103,35 +103,57 @@ def test_lookahead_equals_token_by_token(name: str, device: str, settings: Looka
     assert outputs(EagerBackend(model), PROMPTS, AUTOREGRESSIVE, 10) == expected
 
 
-def test_texts_that_share_pages_and_leave_for_others(device: str, settings: LookaheadConfig) -> None:
-    """Prefix hits and preemptions, in little memory."""
-    backend = GraphBackend(quantised_model("int8", device), kv_tokens=9 * PAGE, most_rows=32)
+def check_shared_pages(
+    make: Callable[[], Any], most_rows: int | None, count: int, length: int, settings: LookaheadConfig
+) -> None:
+    """`count` texts that share their prompts' beginning, in memory for fewer: they join, are preempted and come back,
+    and each is what token-by-token decoding gives alone."""
+    pages = count + 1
+    backend = GraphBackend(make(), kv_tokens=pages * PAGE, **({} if most_rows is None else {"most_rows": most_rows}))
     stem = random.Random(3).choices(range(VOCABULARY), k=PAGE + 9)
     engine, sequences = Engine(backend), list[DecodingSequence]()
-    for i in range(8):
+    for i in range(count):
         sampling = SamplingParams(0.9 * (i % 2), seed=i)
         config = (settings, AUTOREGRESSIVE)[i % 4 == 3]
-        sequences.append(DecodingSequence([*stem, i, 2 * i], config, sampling, StopRules(60)))
+        sequences.append(DecodingSequence([*stem, i, 2 * i], config, sampling, StopRules(length)))
         engine.submit(Request(sequences[-1]))
+        if i % 8 == 7:
+            assert all(event.error is None for event in engine.step())
     while engine.running:
         assert all(event.error is None for event in engine.step())
     assert engine.preemptions
     assert backend.pool.hit_tokens
-    other = GraphBackend(quantised_model("int8", device), kv_tokens=2048)
+    other = GraphBackend(make(), kv_tokens=2048)
     for i, sequence in enumerate(sequences):
-        alone = outputs(other, [[*stem, i, 2 * i]], AUTOREGRESSIVE, 60, SamplingParams(0.9 * (i % 2), seed=i))
+        alone = outputs(other, [[*stem, i, 2 * i]], AUTOREGRESSIVE, length, SamplingParams(0.9 * (i % 2), seed=i))
         assert sequence.output == alone[0]
+
+
+def test_texts_that_share_pages_and_leave_for_others(device: str, settings: LookaheadConfig) -> None:
+    check_shared_pages(lambda: quantised_model("int8", device), 32, 8, 60, settings)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in FORMATS])
+def test_sixty_four_texts_that_share_pages(name: str) -> None:
+    def make() -> Any:
+        return half_model(name, 512)
+
+    check_shared_pages(make, None, 64, 60, LookaheadConfig())
+
+
+def half_model(name: str, hidden: int) -> Any:
+    """Wide enough for sums that change when their order does."""
+    return quantised_model(
+        name, "cuda", torch.bfloat16, hidden_size=hidden, intermediate_size=1024, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024, head_dim=64,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in FORMATS])
 @pytest.mark.parametrize("hidden", slow_but([512, 520], 512))
 def test_half_precision_lookahead_equals_token_by_token(name: str, hidden: int) -> None:
     """In bf16, where any change of a sum shows: alone and among 16. A width of 520 has no interleaved codes."""
-    model = quantised_model(
-        name, "cuda", torch.bfloat16, hidden_size=hidden, intermediate_size=1024, num_hidden_layers=3,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024, head_dim=64,
-    )  # fmt: skip
-    backend = GraphBackend(model)
+    backend = GraphBackend(half_model(name, hidden))
     prompts = [random.Random(i).choices(range(VOCABULARY), k=(300, 8, 40, 1)[i % 4]) for i in range(16)]
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
     assert [outputs(backend, [prompt], LookaheadConfig(), 40)[0] for prompt in prompts] == expected
