@@ -35,8 +35,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
 from lookahead.loading.embedded import EMBEDDED
 from lookahead.loading.formats import CPU_INT8, FORMATS, linear_layers
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise, rounded
-from lookahead.models.spec import Matrix
 
 TRIED = {
     "fp8": FORMATS["fp8"],

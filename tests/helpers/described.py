@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from lookahead.models.spec import Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.feed_forward import FeedForward
+from lookahead.models.matrix import Matrix
+from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 VOCABULARY, HIDDEN = 61, 32
 

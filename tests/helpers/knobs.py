@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from described import HIDDEN, VOCABULARY, Angles
 
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
+from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 8, 48
 

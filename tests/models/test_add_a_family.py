@@ -13,7 +13,9 @@ from tiny import VOCABULARY, tiny
 
 from lookahead.models import reference
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.spec import Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.feed_forward import FeedForward
+from lookahead.models.matrix import Matrix
+from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 PAGE = (Path(__file__).parents[2] / "docs" / "development.md").read_text(encoding="utf-8")
 TOKENS = [(7 * i * i + 3) % VOCABULARY for i in range(30)]

@@ -6,6 +6,7 @@ from quantising import random_layer
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import (
     BLOCK,
     E2M1,
@@ -22,7 +23,6 @@ from lookahead.models.quantised import (
     values_of,
     weights_name,
 )
-from lookahead.models.spec import Matrix
 
 
 def by_hand(layer: QuantisedLinear) -> torch.Tensor:
@@ -79,10 +79,10 @@ def test_a_large_matrix_is_expanded_some_rows_at_a_time(
     layer, x = random_layer(format, 37, 64).with_bias(torch.randn(37)), torch.randn(2, 3, 64)
     whole = layer(x)
     monkeypatch.setitem(MOST_EXPANDED, "cpu", most)
-    expand = layer._rows
+    expand = layer.dequantised_rows
     sizes: list[int] = []
     monkeypatch.setattr(
-        layer, "_rows", lambda first, last, dtype: sizes.append(last - first) or expand(first, last, dtype)
+        layer, "dequantised_rows", lambda first, last, dtype: sizes.append(last - first) or expand(first, last, dtype)
     )
     torch.testing.assert_close(layer(x), whole, rtol=1e-4, atol=1e-3)
     assert sum(sizes) == 37

@@ -15,8 +15,10 @@ from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
 from lookahead.models.families import multimodal
+from lookahead.models.feed_forward import Activation
+from lookahead.models.matrix import Matrix
 from lookahead.models.read import read, readers
-from lookahead.models.spec import Activation, Attention, Block, Decoder, Matrix, Norm, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 NAMES = [name for name, _, _ in ROWS]
 TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -16,8 +16,8 @@ import torch
 
 from lookahead.backends.support import input_device
 from lookahead.models.facts import UnsupportedModelError, kind_of, tensor_parallel_ranks
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
-from lookahead.models.spec import Matrix
 
 FORMATS = {"fp8": Format(Codes.E4M3, 0), "int8": Format(Codes.INT8, 0), "int4": Format(Codes.INT4, 128)}
 """A `dtype` that quantises -> its format: a scale per row, or in int4 per 128 columns of a row."""

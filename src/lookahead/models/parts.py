@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError, rope_limit
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import QuantisedLinear
-from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.spec import Attention, Decoder, Norm, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
 """(text model without its head, LM head, config of the text model) -> its description. In a model that also reads

@@ -117,9 +117,9 @@ class QuantisedLinear(torch.nn.Module):
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """W [out, in], computed in fp32 and rounded to `dtype`; columns are those of x."""
-        return self._rows(0, self.out_features, dtype)
+        return self.dequantised_rows(0, self.out_features, dtype)
 
-    def _rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised_rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows of W from `first`, a multiple of `format.rows`, to `last`."""
         group, rows = self.format.group or self.in_features, self.format.rows
         shared = slice(first // rows, -(-last // rows))
@@ -176,7 +176,7 @@ class QuantisedLinear(torch.nn.Module):
         for first in range(0, self.out_features, step):
             last = min(first + step, self.out_features)
             bias = None if self.bias is None else self.bias[first:last]
-            out[..., first:last] = F.linear(x, self._rows(first, last, x.dtype), bias)
+            out[..., first:last] = F.linear(x, self.dequantised_rows(first, last, x.dtype), bias)
         return out
 
     def extra_repr(self) -> str:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
+from lookahead.models.matrix import ExpertMatrix, Matrix
+from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -22,7 +24,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU: F.relu,
     Activation.RELU2: lambda x: F.relu(x).square(),
 }
-"""All but XIELU, which has constants."""
+"""All but those with constants."""
 
 
 @torch.no_grad()
@@ -154,13 +156,85 @@ def rotate(spec: Rope, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
     return torch.cat((turned, rest), dim=-1)
 
 
-def feed_forward(spec: FeedForward, x: torch.Tensor) -> torch.Tensor:
+def feed_forward(spec: FeedForward | MoE, x: torch.Tensor) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]."""
+    if isinstance(spec, MoE):
+        return mixture(spec, x)
     inner = matrix(spec.gate_up, x)
     if not spec.gated:
         return matrix(spec.down, activate(spec.activation, spec.constants, inner))
-    gate, up = inner.chunk(2, dim=-1)
-    return matrix(spec.down, activate(spec.activation, spec.constants, gate) * up)
+    return matrix(spec.down, gated(spec.activation, spec.constants, *inner.chunk(2, dim=-1)))
+
+
+def mixture(spec: MoE, x: torch.Tensor) -> torch.Tensor:
+    """x [rows, hidden] -> [rows, hidden]. Experts run the rows that chose them; a row adds its own in order."""
+    chosen, weights = route(spec.router, x)
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        rows, rank = (chosen == expert).nonzero(as_tuple=True)
+        inner = expert_matrix(spec.gate_up, expert, x[rows])
+        gate, up = (inner[:, ::2], inner[:, 1::2]) if spec.alternate else inner.chunk(2, dim=-1)
+        own = expert_matrix(spec.down, expert, gated(spec.activation, spec.constants, gate, up))
+        out[rows] += (own * weights[rows, rank, None]).to(x.dtype)
+    if spec.shared is None:
+        return out
+    shared = feed_forward(spec.shared, x)
+    return out + (shared if spec.shared_gate is None else shared * torch.sigmoid(matrix(spec.shared_gate, x)))
+
+
+def route(spec: Router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts [rows, top_k] of x [rows, hidden], the best one first, and their weights, fp32."""
+    bias = spec.logits.bias()
+    logits = F.linear(x.float(), spec.logits.weight().float(), None if bias is None else bias.float())
+    if spec.scoring is Scoring.SPARSE_MIXER:
+        chosen, weights = sparse_mixer(logits, spec.top_k, spec.jitter)
+    else:
+        scores = {Scoring.SOFTMAX: logits.softmax(-1), Scoring.SIGMOID: logits.sigmoid()}.get(spec.scoring, logits)
+        chosen = best(kept(spec, scores if spec.choice_bias is None else scores + spec.choice_bias.float()), spec.top_k)
+        weights = scores.gather(1, chosen)
+        if spec.scoring is Scoring.CHOSEN:
+            weights = weights.softmax(-1)
+    if spec.normalised:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    weights = weights * spec.scale
+    return chosen, weights if spec.expert_scale is None else weights * spec.expert_scale.float()[chosen]
+
+
+def kept(spec: Router, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [rows, experts], those of the groups that are not chosen from at -inf."""
+    if spec.groups == 1:
+        return scores
+    grouped = scores.unflatten(1, (spec.groups, -1))
+    sums = grouped.topk(spec.group_best, -1).values.sum(-1)
+    allowed = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best(sums, spec.kept_groups), True)
+    return grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns of the largest scores of each row, of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def sparse_mixer(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Scoring`."""
+    chosen, weights, left = [], [], logits
+    for _ in range(top_k):
+        first = best(left, 1)
+        top = left.gather(1, first)
+        far = (top - logits) / logits.abs().clamp(min=top) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(1, first))
+        chosen.append(first)
+        left = left.scatter(1, first, float("-inf"))
+    return torch.cat(chosen, 1), torch.cat(weights, 1)
+
+
+def gated(activation: Activation, constants: Sequence[float], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The activation of gate [rows, width] times up."""
+    if activation is not Activation.CLAMPED:
+        return activate(activation, constants, gate) * up
+    limit, factor = constants
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * factor))
 
 
 def activate(activation: Activation, constants: Sequence[float], x: torch.Tensor) -> torch.Tensor:
@@ -200,3 +274,9 @@ def matrix(spec: Matrix, x: torch.Tensor) -> torch.Tensor:
         apart = [(part, Matrix((part,), spec.transposed)) for part in spec.parts]
         return torch.cat([part(x) if any(one.formats) else matrix(one, x) for part, one in apart], dim=-1)
     return F.linear(x, spec.weight(), spec.bias())
+
+
+def expert_matrix(spec: ExpertMatrix, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] -> [rows, out], by one expert."""
+    bias = None if spec.bias is None else spec.bias[expert].detach()
+    return F.linear(x, spec.weight(expert, x.dtype), bias)

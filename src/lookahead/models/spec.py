@@ -9,110 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import Format, QuantisedLinear
-
-
-class Activation(Enum):
-    """The function between the two matrices of a feed-forward.
-
-    GELU_TANH approximates GELU by a tanh, QUICK_GELU is x sigmoid(1.702 x), RELU2 is relu(x)^2. XIELU has four
-    constants (`FeedForward.constants`): a, b, c, d. It is a x^2 + c x above 0, else b (exp(min(x, d)) - 1 - x) + c x.
-    """
-
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    QUICK_GELU = "quick_gelu"
-    RELU = "relu"
-    RELU2 = "relu2"
-    XIELU = "xielu"
-
-    @classmethod
-    def named(cls, name: str) -> Activation:
-        """The activation that configs of transformers give this name. Raises UnsupportedModelError for others."""
-        other = {"swish": cls.SILU, **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), cls.GELU_TANH)}
-        found = other.get(name) or {known.value: known for known in cls}.get(name)
-        if found is None:
-            raise UnsupportedModelError(f"its activation is {name!r}")
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """y = x W^T + b, for x [rows, in] and y [rows, out].
-
-    `parts` are the model's own linear modules that read the same x; their outputs are concatenated in y. So
-    q, k and v are one Matrix, whether the model has one module for them or three. `transposed`: the modules store their
-    weights as [in, out], as GPT-2's Conv1D does. A part may be quantised; then it stores [out, in] in any case.
-    `formats` are the parts' number formats.
-    """
-
-    parts: tuple[torch.nn.Module, ...]
-    transposed: bool = False
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            kind = type(part)
-            plain = kind.__name__ == "Conv1D" if self.transposed else _is_linear(kind)
-            if not plain and kind is not QuantisedLinear:
-                raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # with an adapter, for instance
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        shapes = [_shape(part, self.transposed) for part in self.parts]
-        return sum(out for out, _ in shapes), shapes[0][1]
-
-    @property
-    def formats(self) -> tuple[Format | None, ...]:
-        """The format of each part's weights; None where they are plain numbers."""
-        return tuple(part.format if isinstance(part, QuantisedLinear) else None for part in self.parts)
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether some part has a bias."""
-        return any(part.bias is not None for part in self.parts)
-
-    def weight(self) -> torch.Tensor:
-        """W [out, in]: of a single plain part its own tensor, maybe transposed; else a copy."""
-        turned = [self.transposed and format is None for format in self.formats]
-        weights = [_weight(part).T if turn else _weight(part) for part, turn in zip(self.parts, turned, strict=True)]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
-
-    def bias(self) -> torch.Tensor | None:
-        """b [out], with zeros where a part has none; None if no part has one."""
-        given = [part.bias.detach() if isinstance(part.bias, torch.Tensor) else None for part in self.parts]
-        like = next((bias for bias in given if bias is not None), None)
-        if like is None:
-            return None
-        sizes = [_shape(part, self.transposed)[0] for part in self.parts]
-        found = [like.new_zeros(size) if bias is None else bias for size, bias in zip(sizes, given, strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _is_linear(kind: type[torch.nn.Module]) -> bool:
-    """torch's own, or Falcon's, which differs from it in how it rounds a bias."""
-    return kind is torch.nn.Linear or kind.__name__ == "FalconLinear"
-
-
-def _shape(part: torch.nn.Module, transposed: bool) -> tuple[int, int]:
-    """(out, in) of a part."""
-    if isinstance(part, QuantisedLinear):
-        return part.out_features, part.in_features
-    first, second = _weight(part).shape
-    return (second, first) if transposed else (first, second)
-
-
-def _weight(part: torch.nn.Module) -> torch.Tensor:
-    weight = part.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.detach()
+from lookahead.models.feed_forward import FeedForward, MoE
+from lookahead.models.matrix import Matrix, check_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,32 +120,13 @@ class Attention:
         if self.head_order is not None and len(self.head_order) != self.vectors:
             raise ValueError(f"an order of {len(self.head_order)} heads for {self.vectors}")
         given = self.vectors if self.head_order is None else max(self.head_order) + 1
-        _check_shape("qkv", self.qkv, (given * self.head_dim, None))
-        _check_shape("out", self.out, (None, self.heads * self.head_dim))
+        check_shape("qkv", self.qkv, (given * self.head_dim, None))
+        check_shape("out", self.out, (None, self.heads * self.head_dim))
 
     @property
     def vectors(self) -> int:
         """Heads of a token: its query heads, and its own key and value heads."""
         return self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForward:
-    """down(activation(gate) * up), where `gate_up` gives all of gate and then all of up.
-
-    Not `gated`: down(activation(up)), where `gate_up` gives up alone. `constants` are those of the activation.
-    """
-
-    gate_up: Matrix
-    down: Matrix
-    activation: Activation = Activation.SILU
-    gated: bool = True
-    constants: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_shape("gate_up", self.gate_up, ((2 if self.gated else 1) * self.down.shape[1], None))
-        if len(self.constants) != (4 if self.activation is Activation.XIELU else 0):
-            raise ValueError(f"{len(self.constants)} constants for {self.activation.value}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +142,7 @@ class Block:
     attention_norm: Norm | None
     attention: Attention
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | MoE
     attention_out_norm: Norm | None = None
     feed_forward_out_norm: Norm | None = None
     parallel: bool = False
@@ -291,7 +175,7 @@ class Decoder:
     causal_prompt: bool = True
 
     def __post_init__(self) -> None:
-        _check_shape("head", self.head, (None, self.embedding.shape[1]))
+        check_shape("head", self.head, (None, self.embedding.shape[1]))
         if self.head.shape[0] != len(self.embedding):
             raise UnsupportedModelError(f"it reads {len(self.embedding)} tokens and gives {self.head.shape[0]} logits")
 
@@ -321,9 +205,3 @@ def matrices_in(part: Any) -> Iterator[Matrix]:
     elif is_dataclass(part):
         for field in fields(part):
             yield from matrices_in(getattr(part, field.name))
-
-
-def _check_shape(name: str, matrix: Matrix, expected: tuple[int | None, int | None]) -> None:
-    """Raise ValueError for a matrix of another shape: a reader has mixed something up."""
-    if any(size is not None and size != found for size, found in zip(expected, matrix.shape, strict=True)):
-        raise ValueError(f"{name} is a matrix {matrix.shape}, where (out, in) must be {expected}")

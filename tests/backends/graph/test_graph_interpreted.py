@@ -27,8 +27,9 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention
 from lookahead.config import SamplingParams
+from lookahead.models.feed_forward import Activation
 from lookahead.models.reference import forward_tree
-from lookahead.models.spec import Activation, Decoder, Norm
+from lookahead.models.spec import Decoder, Norm
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 

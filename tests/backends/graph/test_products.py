@@ -15,7 +15,7 @@ from lookahead.backends.graph.matrices.kernel_cache import VERSION, KernelCache
 from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
 from lookahead.backends.graph.ops import Ops
-from lookahead.models.spec import Matrix
+from lookahead.models.matrix import Matrix
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

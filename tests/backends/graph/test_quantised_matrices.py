@@ -18,8 +18,8 @@ from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.matrices.quantised import QuantisedMatrix, fuse_quantised
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
-from lookahead.models.spec import Matrix
 
 CPU = torch.device("cpu")
 FORMATS = [

@@ -12,7 +12,7 @@ from onnx import helper
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, Array, OnnxModel
 from lookahead.backends.cpu.products import linear
 from lookahead.backends.cpu.session import start
-from lookahead.models.spec import Matrix
+from lookahead.models.matrix import Matrix
 
 OUTPUTS = ("best_values", "best_ids", "total")
 

@@ -13,7 +13,7 @@ from lookahead.backends.cpu.invariance import same_bits
 from lookahead.backends.cpu.onnx_model import Array, array
 from lookahead.backends.cpu.products import merged
 from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED, ScreenedHead
-from lookahead.models.spec import Matrix
+from lookahead.models.matrix import Matrix
 
 
 class Heads:

@@ -21,7 +21,9 @@ from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
 from lookahead.backends.cpu.products import merged
 from lookahead.config import SamplingParams
-from lookahead.models.spec import Attention, Block, Decoder, FeedForward, Matrix, Norm
+from lookahead.models.feed_forward import FeedForward
+from lookahead.models.matrix import Matrix
+from lookahead.models.spec import Attention, Block, Decoder, Norm
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
 """Cached tokens before the root. With some of them the path crosses from one block into the next."""

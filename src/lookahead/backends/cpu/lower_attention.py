@@ -11,7 +11,8 @@ from lookahead.backends.cpu.groups import Group
 from lookahead.backends.cpu.lower_parts import norm
 from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, array
 from lookahead.backends.cpu.products import is_integer, linear, merged
-from lookahead.models.spec import Attention, Matrix
+from lookahead.models.matrix import Matrix
+from lookahead.models.spec import Attention
 
 HIDDEN = -1e30
 """What the mask adds to a masked score."""

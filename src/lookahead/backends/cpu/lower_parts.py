@@ -10,7 +10,8 @@ import torch
 
 from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, array
 from lookahead.backends.cpu.products import linear
-from lookahead.models.spec import Activation, FeedForward, Norm
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.spec import Norm
 
 
 def add_norm(

@@ -17,8 +17,9 @@ from onnx import TensorProto
 
 from lookahead.backends.cpu.int8 import INTEGERS, integer_product, quantised_bytes
 from lookahead.backends.cpu.onnx_model import FLOAT, OnnxModel, array
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, QuantisedLinear
-from lookahead.models.spec import Decoder, Matrix, matrices_in
+from lookahead.models.spec import Decoder, matrices_in
 
 
 def linear(made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:

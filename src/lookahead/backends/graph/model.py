@@ -17,6 +17,7 @@ from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.matrices.quantised import check_quantised
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.feed_forward import FeedForward, MoE
 from lookahead.models.spec import Block, Decoder, Norm, matrices_in
 
 
@@ -36,6 +37,7 @@ class GraphBlock:
         if spec.parallel and spec.feed_forward_norm is not spec.attention_norm:
             norms, source = (spec.attention_norm, spec.feed_forward_norm), NORMED[1]
         self.attention = attention
+        assert isinstance(spec.feed_forward, FeedForward)  # see `check_lowered`
         self.feed_forward = FeedForwardLayer(spec.feed_forward, ops, matrices, source, target)
         fed = LayerOutput(target, self.feed_forward.down.bias, spec.feed_forward_out_norm)
         self.layers: list[NormLayer | AttentionLayer | FeedForwardLayer] = [NormLayer(added, norms, width, ops)]
@@ -151,6 +153,8 @@ def check_lowered(decoder: Decoder) -> None:
         groups_of(decoder)
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)
+            if isinstance(block.feed_forward, MoE):
+                raise UnsupportedModelError("it has experts")
         for matrix in matrices_in(decoder):
             check_quantised(matrix)
     except UnsupportedModelError as error:

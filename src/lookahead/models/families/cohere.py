@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, layer_windows, read_attention, read_feed_forward, read_norm, read_rope
-from lookahead.models.spec import Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Block, Decoder, Rope
 
 _norm = partial(read_norm, centered=True, rounds_first=False)
 

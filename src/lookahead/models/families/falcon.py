@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, grouped_order, read_norm, read_rope, read_ungated
-from lookahead.models.spec import Attention, Block, Decoder, Matrix
+from lookahead.models.spec import Attention, Block, Decoder
 
 
 def read_falcon(base: Any, head: Any, config: Any) -> Decoder:

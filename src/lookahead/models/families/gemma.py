@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lookahead.models.families.llama import read_with_windows
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
     layer_windows,
@@ -24,7 +25,7 @@ from lookahead.models.parts import (
     read_ropes_by_type,
     score_softcap,
 )
-from lookahead.models.spec import Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Block, Decoder, Rope
 
 gemma_norm = partial(read_norm, offset=1.0, rounds_first=False)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.gemma import embedding_scale
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
     layer_windows,
@@ -19,7 +20,7 @@ from lookahead.models.parts import (
     read_norm,
     read_ropes_by_type,
 )
-from lookahead.models.spec import Attention, Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 _norm = partial(read_norm, rounds_first=False)
 

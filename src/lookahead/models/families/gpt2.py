@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, grouped_order, read_attention, read_norm, read_ungated
-from lookahead.models.spec import Attention, Block, Decoder, Matrix
+from lookahead.models.spec import Attention, Block, Decoder
 
 
 def read_gpt2(base: Any, head: Any, config: Any) -> Decoder:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, read_attention, read_norm, read_ungated
-from lookahead.models.spec import Attention, Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 GROUPS = 4
 """CodeGen's matrix has four groups of heads, each with its queries, then its values, then its keys."""

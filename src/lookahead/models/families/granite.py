@@ -11,8 +11,10 @@ from typing import Any
 
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.llama import read_llama
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, layer_windows, read_attention, read_norm, read_rope
-from lookahead.models.spec import Activation, Block, Decoder, FeedForward, Matrix
+from lookahead.models.spec import Block, Decoder
 
 
 def read_granite(base: Any, head: Any, config: Any) -> Decoder:

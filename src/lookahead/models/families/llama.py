@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
     NormReader,
@@ -22,7 +23,7 @@ from lookahead.models.parts import (
     read_norm,
     read_rope,
 )
-from lookahead.models.spec import Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Block, Decoder, Rope
 
 
 def read_llama(base: Any, head: Any, config: Any) -> Decoder:

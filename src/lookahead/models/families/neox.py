@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, grouped_order, read_norm, read_rope, read_ungated, with_bias
-from lookahead.models.spec import Attention, Block, Decoder, Matrix, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 
 def read_neox(base: Any, head: Any, config: Any) -> Decoder:

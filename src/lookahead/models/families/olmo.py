@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lookahead.models.families.llama import read_with_windows
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
     NormReader,
@@ -21,7 +22,7 @@ from lookahead.models.parts import (
     read_rope,
     read_ropes_by_type,
 )
-from lookahead.models.spec import Block, Decoder, Matrix, Norm, Rope
+from lookahead.models.spec import Block, Decoder, Norm, Rope
 
 _norm = partial(read_norm, rounds_first=False)
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, read_attention, read_norm, read_ungated
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix
+from lookahead.models.spec import Attention, Block, Decoder
 
 
 def read_opt(base: Any, head: Any, config: Any) -> Decoder:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, read_attention, read_norm, read_rope, read_ungated
-from lookahead.models.spec import Block, Decoder, Matrix
+from lookahead.models.spec import Block, Decoder
 
 
 def read_phi(base: Any, head: Any, config: Any) -> Decoder:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, read_norm, read_rope
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix
+from lookahead.models.spec import Attention, Block, Decoder
 
 
 def read_phi3(base: Any, head: Any, config: Any) -> Decoder:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.matrix import Matrix
 from lookahead.models.parts import CausalLM, read_attention, read_norm, read_rope, read_ungated
-from lookahead.models.spec import Activation, Block, Decoder, FeedForward, Matrix
+from lookahead.models.spec import Block, Decoder
 
 
 def read_arcee(base: Any, head: Any, config: Any) -> Decoder:

@@ -9,7 +9,7 @@ import torch
 from rounding import DTYPES, close
 
 from lookahead.backends.graph.kernels import activations, reference_layers
-from lookahead.models.spec import Activation
+from lookahead.models.feed_forward import Activation
 
 XIELU = (0.8, 0.6, 0.5, -1e-6)
 

@@ -30,7 +30,7 @@ driver.set_active(Driver())
 from lookahead.backends.graph.kernels import ends
 from lookahead.backends.graph.kernels.activations import activate
 from lookahead.backends.graph.kernels.compiling import compile_launched, package_kernels
-from lookahead.models.spec import Activation
+from lookahead.models.feed_forward import Activation
 
 compiled = []
 def note(**about):

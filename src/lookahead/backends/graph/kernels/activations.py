@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.models.spec import Activation
+from lookahead.models.feed_forward import Activation
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _exp_minus_line(x):
 
 @triton.jit
 def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
-    """The activation of x, both in fp32: see `models.spec.Activation`, also for the constants a, b, c, d."""
+    """The activation of x, both in fp32: see `models.feed_forward.Activation`, also for the constants a, b, c, d."""
     if ACTIVATION == "silu":
         x = x / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":

@@ -8,7 +8,8 @@ import torch
 
 from lookahead.backends.graph.kernels.delta import Delta
 from lookahead.models import reference
-from lookahead.models.spec import Activation, Norm
+from lookahead.models.feed_forward import Activation
+from lookahead.models.spec import Norm
 
 
 def embed(

@@ -7,7 +7,7 @@ import torch
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.lowering import Matrices
 from lookahead.backends.graph.ops import Ops
-from lookahead.models.spec import FeedForward
+from lookahead.models.feed_forward import FeedForward
 
 
 class FeedForwardLayer:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from lookahead.backends.graph.matrices.products import Products
-from lookahead.models.spec import Matrix
+from lookahead.models.matrix import Matrix
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 """A function of (x [rows, in], out [rows, out]) that computes out = x W^T, for at least the planned rows."""

@@ -9,7 +9,7 @@ from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.matrices.quantised import QuantisedMatrix, can_fuse
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.sizes import INVARIANT_ROWS
-from lookahead.models.spec import Matrix
+from lookahead.models.matrix import Matrix
 
 
 class SeparateMatrix:

@@ -16,8 +16,8 @@ import torch
 from lookahead.backends.graph.matrices.dense import Multiply, fuse_biases
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import NAMES, QuantisedLinear, in_order, interleaved
-from lookahead.models.spec import Matrix
 
 EIGHT_ROWS, TWO_PIECES = 8, 128
 """Codes are interleaved if a matrix has a multiple of this many rows, of this many bytes; the kernel for others is
