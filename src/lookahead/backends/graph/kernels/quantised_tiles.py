@@ -15,7 +15,8 @@ from lookahead.models.quantised import Format
 
 @dataclass(frozen=True)
 class QuantisedWeights:
-    """The tensors of a quantised matrix; see `models.quantised.QuantisedLinear`. `order` is int32."""
+    """The tensors of a quantised matrix, or of stacked ones; see `models.quantised.QuantisedLinear`. `order` is int32,
+    `out` the rows of one matrix."""
 
     format: Format
     out: int
@@ -26,6 +27,11 @@ class QuantisedWeights:
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
     interleaved: bool = False
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of codes go on after the last column; see `models.quantised.padded`."""
+        return self.codes.shape[1] * 8 // self.format.codes.bits > self.width
 
     @property
     def scales_after(self) -> bool:
@@ -57,17 +63,17 @@ HOPPER_SHARED = 232448
 """Bytes of shared memory that a program may have on an H200."""
 
 
-def splits_of(weights: QuantisedWeights) -> int:
-    """The number of splits of K, for every number of rows."""
-    tiles, splits = triton.cdiv(weights.out, TILE_N), 1
+def splits_of(weights: QuantisedWeights, matrices: int = 1) -> int:
+    """The number of splits of K, for every number of rows. `matrices`: how many a single row is multiplied by."""
+    tiles, splits = matrices * triton.cdiv(weights.out, TILE_N), 1
     while tiles * splits < SPLIT_PROGRAMS and weights.codes.shape[1] >= 2 * splits * SPLIT_BYTES:
         splits *= 2
     return splits
 
 
-def tile_of(weights: QuantisedWeights, rows: int) -> Tile:
+def tile_of(weights: QuantisedWeights, rows: int, splits: int) -> Tile:
     """The fastest launch on an H200 (see benchmarks/NOTES.md)."""
-    splits, wide = splits_of(weights), weights.format.codes.bits == 8
+    wide = weights.format.codes.bits == 8
     grouped = weights.scales_after and weights.format.group > 0  # its sums need registers twice
     if rows <= 16:
         return Tile(64, 16, 4, 4 if wide else 3, 2, parallel=splits > 1)
