@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from quantising import random_layer
 
 from lookahead.backends.graph.kernels.experts import ExpertRows
 from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
 from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.quantised import Format
-from quantising import random_layer
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -84,9 +84,9 @@ def random_mixture(
 
 def listed(chosen: list[list[int]], experts: int, block: int, device: torch.device) -> ExpertRows:
     """The rows by expert for these choices of each row, as `choose_experts` lists them."""
-    top_k = len(chosen[0])
+    top_k, flat = len(chosen[0]), [expert for own in chosen for expert in own]
     rows = ExpertRows.new(experts, top_k, len(chosen), device)
-    pairs = [[pair for pair, own in enumerate(sum(chosen, [])) if own == expert] for expert in range(experts)]
+    pairs = [[pair for pair, own in enumerate(flat) if own == expert] for expert in range(experts)]
     tiles = [(expert, first) for expert in range(experts) for first in range(0, len(pairs[expert]), block)]
     for expert, own in enumerate(pairs):
         rows.table[expert, : len(own)] = torch.tensor(own, dtype=torch.int32)

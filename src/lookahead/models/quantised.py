@@ -80,7 +80,8 @@ class QuantisedLinear(torch.nn.Module):
     dtype, some rows at a time: right everywhere, and slow. `weight` is W in `dtype`, the model's.
 
     A backend may replace the tensors by others with the same content, for instance by parts of larger ones;
-    `is_interleaved` then says whether the codes are padded and in the order of `interleaved`. In a state dict they never are.
+    `is_interleaved` then says whether the codes are padded and in the order of `interleaved`. In a state dict they
+    never are.
     """
 
     codes: torch.Tensor

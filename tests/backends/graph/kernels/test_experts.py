@@ -15,9 +15,8 @@ from rounding import DTYPES
 from routing import ROUTERS, listed, random_experts, random_mixture, random_router
 
 from lookahead.backends.graph.kernels import grouped
-from lookahead.backends.graph.kernels.expert_products import ExpertProducts
-from lookahead.backends.graph.kernels.experts import ExpertRows, choose_experts, combine, most_tiles
-from lookahead.backends.graph.kernels.grouped import Launch, pairs_per_tile
+from lookahead.backends.graph.kernels.experts import ExpertRows, choose_experts, most_tiles
+from lookahead.backends.graph.kernels.grouped import Launch
 from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.layers.experts import MoELayer
 from lookahead.backends.graph.matrices.lowering import Matrices

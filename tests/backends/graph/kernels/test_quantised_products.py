@@ -69,7 +69,8 @@ CASES = {
     "fp4 128 ordered": Case(Format(Codes.E2M1, 128, ordered=True)),
 }
 SHAPES = [(104, 512), (8, 256), (70, 512), (1, 40), (13, 130), (200, 640), (9, 894), (16, 1472)]
-"""(out, in). The first two are interleaved in every format whose groups allow it, the sixth only in 8 bits; the last is padded for that."""
+"""(out, in). The first two are interleaved in every format whose groups allow it, the sixth only in 8 bits; the last is
+padded for that."""
 
 
 def weights_of(layer: QuantisedLinear, device: torch.device, *, plain: bool = False) -> QuantisedWeights:
