@@ -3,7 +3,8 @@ among any others."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,8 @@ from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models import reference
 from lookahead.models.feed_forward import Activation, MoE, Router
-from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.matrix import ExpertMatrix
+from lookahead.models.quantised import Codes, Format, QuantisedLinear
 
 LAUNCHES = (Launch(64, 16, 4, 2, parallel=True), Launch(128, 32, 8, 2, parallel=False))
 DISTRIBUTIONS = {
@@ -146,6 +147,20 @@ def lowered(spec: MoE, ops: Ops, like: torch.Tensor) -> MoELayer:
     return MoELayer(spec, ops, Matrices(Products(like.device, like.dtype, invariant=True), ops))
 
 
+def moved(part: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """A description, or a part of one, on a device."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, dtype)
+    if isinstance(part, torch.nn.Module):
+        own = copy.deepcopy(part).to(device)
+        return own if isinstance(own, QuantisedLinear) else own.to(dtype)
+    if isinstance(part, tuple):
+        return tuple(moved(one, device, dtype) for one in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{field.name: moved(getattr(part, field.name), device, dtype) for field in fields(part)})
+    return part
+
+
 def run_layer(layer: MoELayer, x: torch.Tensor, size: int, ops: Ops) -> torch.Tensor:
     """x [rows, hidden] through a layer, in a step of `size` rows."""
     buffers = Buffers(x.dtype, x.device)
@@ -181,6 +196,7 @@ def test_a_layer_gives_what_the_reference_does(name: str, device: torch.device) 
     x = torch.randn(19, spec.router.logits.shape[1], generator=torch.Generator().manual_seed(3))
     expected = reference.mixture(spec, x)
     ops = Ops(device, compiled=True, processors=4)
+    spec, x, expected = moved(spec, device), x.to(device), expected.to(device)
     layer = lowered(spec, ops, x)
     for rows, size in ((19, 32), (1, 1), (3, 4)):
         found = run_layer(layer, x[:rows], size, ops)
@@ -217,12 +233,7 @@ def test_a_row_has_the_same_bits_in_every_step(name: str, count: int, device: to
     router = random_router("normalised", count, 1024, 4)
     down = random_experts(count, 1024, 512, source, CANCELLING[name])
 
-    def moved(matrix: ExpertMatrix) -> ExpertMatrix:
-        own = matrix.weights
-        return replace(matrix, weights=own.to(device, torch.bfloat16) if isinstance(own, torch.Tensor) else own.cuda())
-
-    logits = Matrix(tuple(part.to(device, torch.bfloat16) for part in router.logits.parts))
-    spec = MoE(replace(router, logits=logits), moved(gate_up), moved(down))
+    spec = moved(MoE(router, gate_up, down), device, torch.bfloat16)
     x, ops = x.to(device), Ops(device)
     layer = lowered(spec, ops, x)
     expected = run_layer(layer, x, len(x), ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
 from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.matrices.quantised import can_interleave
 from lookahead.backends.graph.sizes import ROW_SIZES
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, interleaved, padded
+from lookahead.models.quantised import Codes, Format, QuantisedLinear
 
 E8M0 = torch.uint8
 
@@ -75,13 +76,13 @@ padded for that."""
 
 def weights_of(layer: QuantisedLinear, device: torch.device, *, plain: bool = False) -> QuantisedWeights:
     """What the kernel reads of a layer, interleaved if it can be, unless `plain`."""
-    given = {name: getattr(layer, name) for name in ("scales", "zeros", "offsets", "order")}
-    tensors = {name: None if tensor is None else tensor.to(device) for name, tensor in given.items()}
-    if tensors["order"] is not None:
-        tensors["order"] = tensors["order"].int()
-    able = can_interleave(layer) and not plain
-    codes = (interleaved(padded(layer.codes, layer.format.codes.bits)) if able else layer.codes).to(device)
-    return QuantisedWeights(layer.format, layer.out_features, layer.in_features, codes, interleaved=able, **tensors)
+    own = copy.deepcopy(layer).to(device)
+    own.set_interleaved(can_interleave(layer) and not plain)
+    given = {name: getattr(own, name) for name in ("codes", "scales", "zeros", "offsets")}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if own.order is not None:
+        tensors["order"] = own.order.int()
+    return QuantisedWeights.of(own, own.out_features, tensors)
 
 
 def product(x: torch.Tensor, weights: QuantisedWeights, tile: Tile, splits: int = 2, gap: int = 0) -> torch.Tensor:

@@ -46,8 +46,7 @@ class ExpertProducts:
 
     def quantised(self, layer: QuantisedLinear, out: int, tensors: Mapping[str, torch.Tensor]) -> QuantisedWeights:
         """What the kernel reads of a quantised layer whose rows are those of experts of `out` rows each."""
-        interleaved = layer.is_interleaved
-        return QuantisedWeights(layer.format, out, layer.in_features, **tensors, interleaved=interleaved)
+        return QuantisedWeights.of(layer, out, tensors)
 
     def reserve(self, weights: Weights, top_k: int) -> None:
         """Make room for the sums of products of any number of rows."""

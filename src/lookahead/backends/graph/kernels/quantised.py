@@ -23,7 +23,7 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
     tile_of,
 )
 from lookahead.backends.graph.kernels.splits import SplitMemory, sum_of_splits
-from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles
+from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles, power_of_two, scaled_nibbles
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models.quantised import Codes
 
@@ -38,8 +38,7 @@ def _scales(
     group = tl.minimum(column, K - 1) // GROUP if GROUP else column * 0
     value = tl.load(scales + (row // ROWS) * row_stride + group * group_stride, mask=mask, other=0)
     if E8M0:
-        bits = tl.where(value == 0, 0x400000, value.to(tl.int32) << 23)  # 2^-127 has no normal number
-        number = bits.to(tl.float32, bitcast=True)
+        number = power_of_two(value)
     else:
         number = value.to(tl.float32)
     return number
@@ -115,8 +114,8 @@ def _dot_64(
 def _sum_interleaved(
     at, codes, scales, zeros, offsets, order, tile, known, first, last, N, K, codes_stride, scale_row, scale_group,
     KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-    PADDED: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The sum over pieces first to last of 128 bytes of a matrix row, whose codes are interleaved.
 
@@ -127,6 +126,7 @@ def _sum_interleaved(
     # 8 rows of 64 bytes are next to one another, and each thread reads 16 of them.
     piece = tl.arange(0, BLOCK_N * 4)
     from_row = tile * BLOCK_N + interleaved_row(piece // 4, WARPS)
+    words = scales + from_row[:, None] * scale_row  # with WORDS
     own = codes + (from_row // 8).to(tl.int64) * 8 * codes_stride + from_row % 8 * 64 + piece % 4 * 16
     own = own[:, None] + tl.arange(0, 16)[None, :]
     inside = (from_row < N)[:, None]
@@ -138,7 +138,10 @@ def _sum_interleaved(
             block = turn * CHUNKS + chunk
             start = block * 64 * HALVES
             raw = tl.load(own + block * 512, mask=inside, other=0)
-            if HALVES == 2:
+            if WORDS:
+                word = tl.load(words + block, mask=inside, other=0)
+                low, high = scaled_nibbles(raw, word, PTX, at.dtype.element_ty)
+            elif HALVES == 2:
                 low, high = nibbles(raw, KIND == 3, PTX, at.dtype.element_ty)
             else:
                 low = bytes_to_numbers(raw, KIND == 0, PTX, at.dtype.element_ty)
@@ -159,7 +162,7 @@ def _sum_interleaved(
                 else:
                     acc = _dot_64(
                         numbers, at, column, order, known, row, acc, N, K, scales, zeros, offsets, scale_row,
-                        scale_group, ROWS, GROUP, AFTER, E8M0, PADDED, BLOCK_N, WARPS,
+                        scale_group, ROWS, GROUP, AFTER or WORDS, E8M0, PADDED, BLOCK_N, WARPS,
                     )  # fmt: skip
     return acc
 
@@ -216,8 +219,9 @@ def _multiply(
     x, codes, scales, zeros, offsets, order, bias, out, tiles, counts, table, numbers, partials, arrived,
     rows, capacity, N, K, x_stride, codes_stride, scale_row, scale_group, out_stride,
     KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-    PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr, PARALLEL: tl.constexpr, PTX: tl.constexpr,
-    PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr,
+    PARALLEL: tl.constexpr, PTX: tl.constexpr, PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of N x splits if PARALLEL, tiles of rows). A tile is out^T [BLOCK_N, BLOCK_M]."""
     if PARALLEL:
@@ -250,7 +254,7 @@ def _multiply(
         if INTERLEAVED:
             total += _sum_interleaved(
                 at, codes, scales, zeros, offsets, order, tile, known, first, last, N, K, codes_stride, scale_row,
-                scale_group, KIND, ROWS, GROUP, AFTER, E8M0, PADDED, PTX, BLOCK_N, BLOCK_M, WARPS, CHUNKS,
+                scale_group, KIND, ROWS, GROUP, AFTER, E8M0, WORDS, PADDED, PTX, BLOCK_N, BLOCK_M, WARPS, CHUNKS,
             )  # fmt: skip
         else:
             total += _sum_plain(
@@ -322,14 +326,16 @@ def multiply(
     rows, width = len(x), weights.width
     columns = triton.cdiv(weights.out, tile.block_n) * (splits if tile.parallel else 1)
     listed = (None,) * 4 if experts is None else (experts.tiles, experts.counts, experts.table, experts.numbers)
+    words = weights.words is not None
+    scales = weights.scales if weights.words is None else weights.words
     if ptx is None:
         ptx = x.is_cuda and torch.version.hip is None and x.dtype is torch.bfloat16
     _multiply[(columns, tiles or triton.cdiv(rows, tile.block_m))](
-        x, weights.codes, weights.scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
+        x, weights.codes, scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
         memory.partials, memory.arrived, rows, 0 if experts is None else experts.capacity, weights.out, width,
-        x.stride(0), weights.codes.stride(0), *weights.scales.stride(), out.stride(0),
+        x.stride(0), weights.codes.stride(0), *scales.stride(), out.stride(0),
         KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
-        AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, PADDED=weights.is_padded,
+        AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, WORDS=words, PADDED=weights.is_padded,
         INTERLEAVED=weights.interleaved, SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, PER=per,
         BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps,
         num_stages=tile.stages,

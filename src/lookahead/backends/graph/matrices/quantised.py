@@ -37,10 +37,7 @@ class QuantisedMatrix:
         if self._products is not None:
             from lookahead.backends.graph.kernels.quantised_tiles import QuantisedWeights
 
-            first = self._parts[0]
-            self._weights = QuantisedWeights(
-                first.format, self.out, self.width, **self._tensors, interleaved=first.is_interleaved
-            )
+            self._weights = QuantisedWeights.of(self._parts[0], self.out, self._tensors)
             self._products.reserve(self._weights)
 
     @property
