@@ -14,6 +14,8 @@ import triton.language as tl
 
 from lookahead.models.feed_forward import Router, Scoring
 
+NO_KEY = tl.constexpr(-(1 << 63))
+"""The key of what may not be chosen."""
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2, Scoring.SPARSE_MIXER: 3}
 
 
@@ -62,36 +64,45 @@ def most_tiles(rows: int, top_k: int, experts: int, block: int) -> int:
 
 
 @triton.jit
-def _best(values, taken, number, WIDTH: tl.constexpr):
-    """The first of the largest values [WIDTH] that are not taken: its index, and a mask of it."""
-    left = tl.where(taken, float("-inf"), values)
-    at = tl.min(tl.where((left == tl.max(left, 0)) & (taken == 0), number, WIDTH), 0)
-    return at, number == at
+def _keys(values, number, WIDTH: tl.constexpr):
+    """64-bit integers in the order of values fp32 [WIDTH], of equal ones the first largest: one maximum finds both."""
+    values = tl.where(values == 0, 0.0, values)  # -0 is not less than 0
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (WIDTH - 1 - number).to(tl.int64)
 
 
 @triton.jit
-def _kept(
-    values, number, outside, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
+def _best(keys, number, WIDTH: tl.constexpr):
+    """The index of the largest key, its value, and the keys without it."""
+    best = tl.max(keys, 0)
+    at = WIDTH - 1 - (best & (WIDTH - 1)).to(tl.int32)
+    ordered = (best >> 32).to(tl.int32)
+    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return at, value, tl.where(number == at, NO_KEY, keys)
+
+
+@triton.jit
+def _of_kept_groups(
+    keys, number, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Which experts may not be chosen: those `outside`, and those of groups that are not kept."""
+    """The keys without those of groups that are not kept."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
-    group = tl.arange(0, WIDTH)
     sums = tl.zeros([WIDTH], tl.float32)
     for own in tl.static_range(GROUPS):
-        taken = (number // SIZE != own) | outside
+        left = tl.where(number // SIZE == own, keys, NO_KEY)
         total = 0.0
         for _ in tl.static_range(BEST):
-            at, here = _best(values, taken, number, WIDTH)
-            total += tl.sum(tl.where(here, values, 0.0), 0)
-            taken = taken | here
-        sums = tl.where(group == own, total, sums)
-    dropped, refused = group >= GROUPS, outside | True
+            at, value, left = _best(left, number, WIDTH)
+            total += value
+        sums = tl.where(number == own, total, sums)
+    groups = tl.where(number < GROUPS, _keys(sums, number, WIDTH), NO_KEY)
+    kept = number < 0
     for _ in tl.static_range(KEPT):
-        at, here = _best(sums, dropped, group, WIDTH)
-        dropped = dropped | here
-        refused = refused & (number // SIZE != at)
-    return refused | outside
+        at, value, groups = _best(groups, number, WIDTH)
+        kept = kept | (number // SIZE == at)
+    return tl.where(kept, keys, NO_KEY)
 
 
 @triton.jit
@@ -122,21 +133,20 @@ def _choose(
         selection += tl.load(choice_bias + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
     # A row with a NaN chooses some experts, too, and each of them once.
     selection = tl.where(selection == selection, selection, float("-inf"))
-    taken = outside
+    keys = tl.where(outside, NO_KEY, _keys(selection, number, WIDTH))
     if GROUPS > 1:
-        taken = _kept(selection, number, outside, EXPERTS, GROUPS, KEPT, BEST, WIDTH)
+        keys = _of_kept_groups(keys, number, EXPERTS, GROUPS, KEPT, BEST, WIDTH)
     experts = tl.zeros([TOP_WIDTH], tl.int32)
     found = tl.zeros([TOP_WIDTH], tl.float32)
     for j in tl.static_range(TOP):
-        at, here = _best(selection, taken, number, WIDTH)
+        before = keys
+        at, score, keys = _best(keys, number, WIDTH)
         if SCORING == 3:
-            top = tl.sum(tl.where(here, own, 0.0), 0)
-            size = tl.maximum(tl.abs(own), top)
-            near = (top - own <= 2 * jitter * size) & (taken == 0)
-            score = 1 / tl.sum(tl.where(near, tl.exp(own - top), 0.0), 0)
-        else:
-            score = tl.sum(tl.where(here, scores, 0.0), 0)
-        taken = taken | here
+            size = tl.maximum(tl.abs(own), score)
+            near = (score - own <= 2 * jitter * size) & (before != NO_KEY)
+            score = 1 / tl.sum(tl.where(near, tl.exp(own - score), 0.0), 0)
+        elif choice_bias is not None:
+            score = tl.sum(tl.where(number == at, scores, 0.0), 0)
         experts = tl.where(rank == j, at, experts)
         found = tl.where(rank == j, score, found)
     inside = rank < TOP
