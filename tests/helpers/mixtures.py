@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tiny import tiny
 
-from lookahead.models.experts import NAMES, QuantisedExperts, expert_matrices, is_experts
 from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.quantised_experts import NAMES, QuantisedExperts, expert_matrices, is_experts
 
 SIZES = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -188,7 +188,7 @@ class QuantisedLinear(torch.nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.format}"
 
 
-NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "fp4"}
+NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "mxfp4"}
 """What number formats are called."""
 
 
@@ -231,7 +231,7 @@ def nearest_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     sizes = numbers.abs()
     steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
     sizes = ((sizes / steps).round() * steps).clamp(max=E2M1[-1])
-    found = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), sizes)
+    found = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), sizes.contiguous())
     return (found + 8 * (numbers < 0)).to(torch.uint8)
 
 

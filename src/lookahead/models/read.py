@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from lookahead.models import families
-from lookahead.models.experts import QuantisedExperts
 from lookahead.models.facts import UnsupportedModelError, tensor_parallel_ranks
 from lookahead.models.patches import OWN, patch_of
 from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.quantised_experts import QuantisedExperts
 from lookahead.models.spec import Decoder
 
 Reader = Callable[[Any], Decoder]

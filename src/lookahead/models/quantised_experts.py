@@ -44,6 +44,7 @@ class QuantisedExperts(torch.nn.Module):
         down_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.num_experts: int
         for name, value in vars(replaced).items():  # the sizes, and constants that the activation reads
             if not name.startswith("_"):
                 setattr(self, name, value)

@@ -11,9 +11,9 @@ import torch
 from mixtures import KINDS, dequantised, experts_of, mixture
 from torch import nn
 
-from lookahead.models.experts import QuantisedExperts, expert_matrices, is_experts, quantised_experts, stacked
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, formats_of, quantise, rounded
+from lookahead.models.quantised_experts import QuantisedExperts, expert_matrices, is_experts, quantised_experts, stacked
 
 CPU = torch.device("cpu")
 FORMATS = {
