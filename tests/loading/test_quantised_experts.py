@@ -27,13 +27,13 @@ from quantised_files import (
     write,
 )
 from safetensors.torch import load_file
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import AutoModelForCausalLM, Mxfp4Config, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 import lookahead
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
 from lookahead.loading.quantised.quantizer import quantised_config
-from lookahead.models.quantised import Codes, Format, formats_of
+from lookahead.models.quantised import Codes, Format, QuantisedLinear, formats_of
 from lookahead.models.quantised_experts import QuantisedExperts, expert_matrices
 
 PROMPT = "the quick brown fox jumps over the quick brown"
@@ -117,6 +117,24 @@ def test_gpt_oss_keeps_its_bits(tokenizer: Any, tmp_path: Path) -> None:
     half = load_pretrained(tmp_path, device="cpu", dtype="bfloat16")[0]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     check_experts(half, dense.bfloat16().float())
+
+
+def test_gpt_oss_has_the_weights_that_transformers_expands(tokenizer: Any, tmp_path: Path) -> None:
+    write(tmp_path, tiny_mixture("gpt-oss", tokenizer), tokenizer, GPT_OSS, experts=GPT_OSS_EXPERTS)
+    expanded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    )
+    assert len(experts_of(expanded)) == 2
+    check_experts(load_pretrained(tmp_path, device="cpu", dtype="bfloat16")[0], expanded)
+
+
+def test_nothing_is_expanded_while_it_loads(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, tiny_mixture("gpt-oss", tokenizer), tokenizer, GPT_OSS, experts=GPT_OSS_EXPERTS)
+    expanded: list[int] = []
+    monkeypatch.setattr(QuantisedLinear, "dequantised_rows", lambda *args: expanded.append(1))
+    model = load_pretrained(tmp_path, device="cpu")[0]
+    assert not expanded
+    assert all(parameter.numel() < 4 * 128 * 32 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("turned", [True, False])
