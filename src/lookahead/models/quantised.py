@@ -23,8 +23,8 @@ BLOCK = 128
 """Columns that are packed together, two to a byte."""
 
 
-INTERLEAVED_ROWS = 8
-"""Rows of a matrix that are interleaved together."""
+INTERLEAVED_ROWS, INTERLEAVED_BYTES = 8, 128
+"""Rows of a matrix that are interleaved together, and the bytes of a row that are padded to a multiple of this."""
 
 
 class Codes(Enum):
@@ -61,6 +61,9 @@ class Format:
         return -(-width // self.group) if self.group else 1
 
 
+MXFP4 = Format(Codes.E2M1, 32)
+"""FP4 in groups of 32, as OCP's MX formats; their scales are powers of two."""
+
 MOST_EXPANDED = {"cpu": 1 << 20, "cuda": 1 << 26}
 """The weights that a forward pass expands at once. On a CPU they then stay in its cache: the linear layers of the
 embedded model in int8 take 48 ms of CPU time for 5 rows, and 119 if each is expanded as a whole."""
@@ -80,7 +83,8 @@ class QuantisedLinear(torch.nn.Module):
     dtype, some rows at a time: right everywhere, and slow. `weight` is W in `dtype`, the model's.
 
     A backend may replace the tensors by others with the same content, for instance by parts of larger ones;
-    `is_interleaved` then says whether the codes are in the order of `interleaved`. In a state dict they never are.
+    `is_interleaved` then says whether the codes are padded and in the order of `interleaved`. In a state dict they
+    never are.
     """
 
     codes: torch.Tensor
@@ -100,12 +104,16 @@ class QuantisedLinear(torch.nn.Module):
         order: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        interleaved_width: int | None = None,
     ) -> None:
+        """`interleaved_width`: if the codes are interleaved, the columns that they have without padding."""
         super().__init__()
-        self.format, self.dtype, self.is_interleaved = format, dtype, False
-        self.out_features, self.in_features = len(codes), codes.shape[1] * 8 // format.codes.bits
+        self.format, self.dtype, self.is_interleaved = format, dtype, interleaved_width is not None
+        self.out_features = len(codes)
+        self.in_features = interleaved_width or codes.shape[1] * 8 // format.codes.bits
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "offsets": offsets, "order": order}
-        _check(format, self.out_features, self.in_features, tensors)
+        if not self.is_interleaved:
+            _check(format, self.out_features, self.in_features, tensors)
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
         self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
@@ -142,27 +150,54 @@ class QuantisedLinear(torch.nn.Module):
         """The codes of these rows, in the order of their columns."""
         if not self.is_interleaved:
             return self.codes[first:last]
-        start = first // INTERLEAVED_ROWS * INTERLEAVED_ROWS
-        return in_order(self.codes[start : -(-last // INTERLEAVED_ROWS) * INTERLEAVED_ROWS])[
-            first - start : last - start
-        ]
+        start, end = first // INTERLEAVED_ROWS * INTERLEAVED_ROWS, -(-last // INTERLEAVED_ROWS) * INTERLEAVED_ROWS
+        return self._in_order(self.codes[start:end])[first - start : last - start]
+
+    def _in_order(self, codes: torch.Tensor) -> torch.Tensor:
+        return without_padding(in_order(codes), self.in_features, self.format.codes.bits)
+
+    def set_interleaved(self, wanted: bool) -> None:
+        """Bring the codes into the order of `interleaved`, or back. MXFP4's scales are then padded to those of whole
+        blocks of 128 columns."""
+        if wanted and not self.is_interleaved:
+            self.codes, self.scales = self._interleaved(self.codes), self._padded_scales(self.scales)
+        elif self.is_interleaved and not wanted:
+            self.codes, self.scales = self._in_order(self.codes), self._plain_scales()
+        self.is_interleaved = wanted
+
+    def _interleaved(self, codes: torch.Tensor) -> torch.Tensor:
+        return interleaved(padded(codes, self.format.codes.bits))
+
+    def _padded_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        if self.format != MXFP4 or scales.dtype is not torch.uint8:
+            return scales
+        return F.pad(scales, (0, -scales.shape[1] % (BLOCK // self.format.group)), value=127)
+
+    def _plain_scales(self) -> torch.Tensor:
+        return self.scales[:, : self.format.groups(self.in_features)].contiguous()
 
     def with_bias(self, bias: torch.Tensor | None) -> QuantisedLinear:
         """The same weights, which are not copied, with another bias."""
         others = {"zeros": self.zeros, "offsets": self.offsets, "order": self.order}
-        made = QuantisedLinear(self.format, self.codes, self.scales, bias=bias, dtype=self.dtype, **others)
-        made.is_interleaved = self.is_interleaved
-        return made
+        width = self.in_features if self.is_interleaved else None
+        return QuantisedLinear(
+            self.format, self.codes, self.scales, bias=bias, dtype=self.dtype, interleaved_width=width, **others
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_interleaved:
-            destination[f"{prefix}codes"] = in_order(self.codes)
+            destination[f"{prefix}codes"] = self._in_order(self.codes)
+            destination[f"{prefix}scales"] = self._plain_scales()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        name = f"{prefix}codes"
-        if self.is_interleaved and getattr(state_dict.get(name), "shape", None) == self.codes.shape:
-            state_dict = {**state_dict, name: interleaved(state_dict[name])}
+        if self.is_interleaved:
+            lay_out = {"codes": self._interleaved, "scales": self._padded_scales}
+            plain = {"codes": self.in_features * self.format.codes.bits // 8, "scales": self._plain_scales().shape[1]}
+            for name, change in lay_out.items():
+                given = state_dict.get(prefix + name)
+                if given is not None and given.shape == (len(getattr(self, name)), plain[name]):
+                    state_dict = {**state_dict, prefix + name: change(given)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -276,6 +311,27 @@ def in_order(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of `interleaved`."""
     split = codes.reshape(-1, codes.shape[1] // 64, INTERLEAVED_ROWS, 4, 4, 2, 2)
     return split.permute(0, 2, 1, 4, 5, 3, 6).reshape(codes.shape)
+
+
+def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [out, bytes] with zeros as further columns, up to a multiple of INTERLEAVED_BYTES."""
+    missing = -codes.shape[1] % INTERLEAVED_BYTES
+    if not missing or bits == 8:
+        return F.pad(codes, (0, missing))
+    whole = codes.shape[1] // (BLOCK // 2) * (BLOCK // 2)
+    last = F.pad(unpacked(codes[:, whole:]) if whole < codes.shape[1] else codes[:, whole:], (0, 2 * missing))
+    return torch.cat([codes[:, :whole], packed(last)], 1)
+
+
+def without_padding(codes: torch.Tensor, width: int, bits: int) -> torch.Tensor:
+    """The inverse of `padded`: the codes of the first `width` columns."""
+    size = width * bits // 8
+    if size == codes.shape[1] or bits == 8:
+        return codes[:, :size]
+    whole = size // (BLOCK // 2) * (BLOCK // 2)
+    if whole == size:
+        return codes[:, :size]
+    return torch.cat([codes[:, :whole], packed(unpacked(codes[:, whole:])[:, : width - 2 * whole])], 1)
 
 
 def _blocks(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:

@@ -112,7 +112,7 @@ def merged(matrix: Matrix, rows: slice | list[int] = slice(None), bias_scale: fl
         return plain_matrix(matrix.weight()[rows], bias)
     parts = cast(Sequence[QuantisedLinear], matrix.parts)
     names = ["codes", "scales", *["zeros"] * format.zeros, *["offsets"] * format.offsets]
-    tensors = {name: _joined([getattr(part, name) for part in parts])[rows] for name in names}
+    tensors: dict[str, Any] = {name: _joined([getattr(part, name) for part in parts])[rows] for name in names}
     return Matrix((QuantisedLinear(format, **tensors, bias=bias, dtype=parts[0].dtype),))
 
 

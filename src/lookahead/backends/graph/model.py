@@ -8,16 +8,18 @@ import torch
 
 from lookahead.backends.graph.groups import group_and_index, groups_of
 from lookahead.backends.graph.layers.attention import AttentionLayer
+from lookahead.backends.graph.layers.experts import MoELayer
 from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
 from lookahead.backends.graph.layers.head import EmbeddingLayer, HeadLayer
 from lookahead.backends.graph.layers.norm import NORMED, Addition, LayerOutput, NormLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
+from lookahead.backends.graph.matrices.experts import StackedExperts
 from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.matrices.quantised import check_quantised
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.feed_forward import FeedForward, MoE
+from lookahead.models.feed_forward import MoE
 from lookahead.models.spec import Block, Decoder, Norm, matrices_in
 
 
@@ -37,10 +39,15 @@ class GraphBlock:
         if spec.parallel and spec.feed_forward_norm is not spec.attention_norm:
             norms, source = (spec.attention_norm, spec.feed_forward_norm), NORMED[1]
         self.attention = attention
-        assert isinstance(spec.feed_forward, FeedForward)  # see `check_lowered`
-        self.feed_forward = FeedForwardLayer(spec.feed_forward, ops, matrices, source, target)
-        fed = LayerOutput(target, self.feed_forward.down.bias, spec.feed_forward_out_norm)
-        self.layers: list[NormLayer | AttentionLayer | FeedForwardLayer] = [NormLayer(added, norms, width, ops)]
+        self.feed_forward = (
+            MoELayer(spec.feed_forward, ops, matrices, source, target)
+            if isinstance(spec.feed_forward, MoE)
+            else FeedForwardLayer(spec.feed_forward, ops, matrices, source, target)
+        )
+        fed = LayerOutput(target, self.feed_forward.bias, spec.feed_forward_out_norm)
+        self.layers: list[NormLayer | AttentionLayer | FeedForwardLayer | MoELayer] = [
+            NormLayer(added, norms, width, ops)
+        ]
         if spec.parallel:
             self.layers += [attention, self.feed_forward]
         else:
@@ -84,7 +91,7 @@ class GraphModel:
         """All matrices, in the order of their products in a pass."""
         matrices = []
         for block in self.blocks:
-            matrices += [block.attention.qkv, block.attention.out, block.feed_forward.gate_up, block.feed_forward.down]
+            matrices += [block.attention.qkv, block.attention.out, *block.feed_forward.matrices]
         return [*matrices, self.head.head]
 
     def buffers(self) -> dict[str, int]:
@@ -154,7 +161,8 @@ def check_lowered(decoder: Decoder) -> None:
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)
             if isinstance(block.feed_forward, MoE):
-                raise UnsupportedModelError("it has experts")
+                for experts in (block.feed_forward.gate_up, block.feed_forward.down):
+                    StackedExperts.check(experts)
         for matrix in matrices_in(decoder):
             check_quantised(matrix)
     except UnsupportedModelError as error:

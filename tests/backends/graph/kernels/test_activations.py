@@ -14,19 +14,22 @@ from lookahead.models.feed_forward import Activation
 XIELU = (0.8, 0.6, 0.5, -1e-6)
 
 
-def constants(activation: Activation) -> tuple[float, ...]:
-    return XIELU if activation is Activation.XIELU else ()
+CONSTANTS = {Activation.XIELU: XIELU, Activation.CLAMPED: (1.5, 1.7)}
+UNGATED = [activation for activation in Activation if activation is not Activation.CLAMPED]
 
 
-def run(module: Any, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, gated: bool) -> torch.Tensor:
+def run(
+    module: Any, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation, gated: bool, **options: bool
+) -> torch.Tensor:
     out = x.new_full((len(x), x.shape[1] // (2 if gated else 1)), float("nan"))
-    module.activate(x, bias, out, activation, constants(activation), gated=gated)
+    module.activate(x, bias, out, activation, CONSTANTS.get(activation, ()), gated=gated, **options)
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(
+    ("activation", "gated"), [*((each, True) for each in Activation), *((each, False) for each in UNGATED)]
+)
 def test_activate(device: torch.device, dtype: torch.dtype, activation: Activation, gated: bool) -> None:
     """With a bias and without; a row has the same bits alone."""
     torch.manual_seed(0)
@@ -45,7 +48,7 @@ def test_activate(device: torch.device, dtype: torch.dtype, activation: Activati
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, where a GPU has infinity
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", UNGATED)
 def test_far_and_small_inputs(device: torch.device, activation: Activation) -> None:
     """No overflow far from 0, and no cancellation near it."""
     if activation is Activation.XIELU:
@@ -56,3 +59,17 @@ def test_far_and_small_inputs(device: torch.device, activation: Activation) -> N
     found, expected = (run(module, x, None, activation, False) for module in (activations, reference_layers))
     assert bool(found.isfinite().all())
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9 if activation is Activation.XIELU else 1e-6)
+
+
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.CLAMPED])
+def test_gate_and_up_may_alternate(activation: Activation, device: torch.device) -> None:
+    torch.manual_seed(0)
+    halves, bias = 2 * torch.randn(3, 180, device=device), torch.randn(180, device=device)
+
+    def alternating(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (2, 90)).transpose(-1, -2).flatten(-2)
+
+    expected = run(activations, halves, bias, activation, True)
+    mixed = alternating(halves), alternating(bias)
+    assert torch.equal(run(activations, *mixed, activation, True, alternate=True), expected)
+    assert close(run(reference_layers, *mixed, activation, True, alternate=True), expected, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
     splits_of,
     tile_of,
 )
+from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.matrices.quantised import can_interleave
 from lookahead.backends.graph.sizes import ROW_SIZES
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, interleaved
+from lookahead.models.quantised import Codes, Format, QuantisedLinear
 
 E8M0 = torch.uint8
 
@@ -67,29 +69,30 @@ CASES = {
     "mxfp4": Case(Format(Codes.E2M1, 32), E8M0),
     "fp4 128 ordered": Case(Format(Codes.E2M1, 128, ordered=True)),
 }
-SHAPES = [(104, 512), (8, 256), (70, 512), (1, 40), (13, 130), (200, 640), (9, 894)]
-"""(out, in). The first two are interleaved in every format whose groups allow it, the sixth only in 8 bits."""
+SHAPES = [(104, 512), (8, 256), (70, 512), (1, 40), (13, 130), (200, 640), (9, 894), (16, 1472)]
+"""(out, in). The first two are interleaved in every format whose groups allow it, the sixth only in 8 bits; the last is
+padded for that."""
 
 
 def weights_of(layer: QuantisedLinear, device: torch.device, *, plain: bool = False) -> QuantisedWeights:
     """What the kernel reads of a layer, interleaved if it can be, unless `plain`."""
-    given = {name: getattr(layer, name) for name in ("scales", "zeros", "offsets", "order")}
-    tensors = {name: None if tensor is None else tensor.to(device) for name, tensor in given.items()}
-    if tensors["order"] is not None:
-        tensors["order"] = tensors["order"].int()
-    able = can_interleave(layer) and not plain
-    codes = (interleaved(layer.codes) if able else layer.codes).to(device)
-    return QuantisedWeights(layer.format, layer.out_features, layer.in_features, codes, interleaved=able, **tensors)
+    own = copy.deepcopy(layer).to(device)
+    own.set_interleaved(can_interleave(layer) and not plain)
+    given = {name: getattr(own, name) for name in ("codes", "scales", "zeros", "offsets")}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if own.order is not None:
+        tensors["order"] = own.order.int()
+    return QuantisedWeights.of(own, own.out_features, tensors)
 
 
 def product(x: torch.Tensor, weights: QuantisedWeights, tile: Tile, splits: int = 2, gap: int = 0) -> torch.Tensor:
     """x W^T, written to rows that are `gap` numbers apart. Nothing else may be written, nor left in the counters."""
     tiles = -(-weights.out // tile.block_n) * -(-len(x) // tile.block_m)
-    partials = torch.full((tiles * splits * tile.block_n * tile.block_m,), float("nan"), device=x.device)
-    arrived = torch.zeros(tiles + 1, dtype=torch.int32, device=x.device)
+    memory_of_splits = SplitMemory.new(x.device, tiles * splits * tile.block_n * tile.block_m, tiles + 1)
+    memory_of_splits.partials.fill_(float("nan"))
     memory = torch.full((len(x) + 1, weights.out + gap), float("nan"), dtype=x.dtype, device=x.device)
-    multiply(x, weights, memory[: len(x), : weights.out], tile, splits, partials, arrived)
-    assert not arrived.any()
+    multiply(x, weights, memory[: len(x), : weights.out], tile, splits, memory_of_splits)
+    assert not memory_of_splits.arrived.any()
     assert memory[len(x) :].isnan().all()
     assert memory[:, weights.out :].isnan().all()
     return memory[: len(x), : weights.out]
@@ -191,20 +194,20 @@ def test_one_reserve_is_enough_for_every_number_of_rows(format: Format, out: int
     splits = splits_of(weights)
     assert (splits > 1) is (out < 10000)
     for rows in range(1, ROW_SIZES[-1] + 1):
-        tile = tile_of(weights, rows)
+        tile = tile_of(weights, rows, splits_of(weights))
         assert splits == 1 or tile.parallel or rows > 32
         assert not (tile.parallel and splits == 1)
         tiles = -(-out // tile.block_n) * -(-rows // tile.block_m)
         if tile.parallel:
-            assert len(products._partials) >= tiles * splits * tile.block_n * tile.block_m
-            assert len(products._arrived) >= tiles
+            assert len(products.memory.partials) >= tiles * splits * tile.block_n * tile.block_m
+            assert len(products.memory.arrived) >= tiles
 
 
 @pytest.mark.parametrize("format", [Format(Codes.E4M3, 0), Format(Codes.E4M3, 128), Format(Codes.E2M1, 32)], ids=str)
 def test_launches_fit_the_shared_memory_of_a_device(format: Format) -> None:
     weights = weights_of(random_layer(format, 64, 1024), torch.device("cpu"))
     for rows in ROW_SIZES:
-        usual = tile_of(weights, rows)
+        usual = tile_of(weights, rows, splits_of(weights))
         assert fitted(usual, weights, HOPPER_SHARED) == usual
         small = fitted(usual, weights, 99 << 10)
         columns = 64 * small.chunks * 8 // format.codes.bits

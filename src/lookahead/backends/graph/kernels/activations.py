@@ -51,22 +51,28 @@ def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
 @triton.jit
 def _activate(
     x, bias, out, a, b, c, d,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     start = row * (2 * WIDTH if GATED else WIDTH)
-    inner = tl.load(x + start + column, mask=inside, other=0.0)
-    up = tl.load(x + start + WIDTH + column, mask=inside, other=0.0) if GATED else None
+    first, second = (2 * column, 2 * column + 1) if ALTERNATE else (column, WIDTH + column)
+    inner = tl.load(x + start + first, mask=inside, other=0.0)
+    up = tl.load(x + start + second, mask=inside, other=0.0) if GATED else inner
     if bias is not None:
-        inner = inner + tl.load(bias + column, mask=inside, other=0.0)
+        inner = inner + tl.load(bias + first, mask=inside, other=0.0)
         if GATED:
-            up = up + tl.load(bias + WIDTH + column, mask=inside, other=0.0)
-    active = _activated(inner.to(tl.float32), a, b, c, d, ACTIVATION).to(inner.dtype)
-    if GATED:
-        active = active * up
+            up = up + tl.load(bias + second, mask=inside, other=0.0)
+    if GATED and ACTIVATION == "clamped":
+        gate = tl.minimum(inner.to(tl.float32), a)
+        wide = tl.minimum(tl.maximum(up.to(tl.float32), -a), a)
+        active = (gate / (1 + tl.exp(-gate * b)) * (wide + 1)).to(inner.dtype)
+    else:
+        active = _activated(inner.to(tl.float32), a, b, c, d, ACTIVATION).to(inner.dtype)
+        if GATED:
+            active = active * up
     tl.store(out + row * WIDTH + column, active, mask=inside)
 
 
@@ -78,16 +84,18 @@ def activate(
     constants: Sequence[float] = (),
     *,
     gated: bool = True,
+    alternate: bool = False,
 ) -> None:
-    """out [M, width] = activation(gate) * up, where x [M, 2 width] has gate and up in its halves, before their bias.
+    """out [M, width] = activation(gate) * up, where x [M, 2 width] has gate and up in its halves, before their bias;
+    or, if they `alternate`, in its even and odd columns.
 
     Not `gated`: out = activation(x + bias), x [M, width]. bias [2 width] or [width], or None. `constants` are those of
     the activation.
     """
     width = out.shape[1]
     block = min(1024, triton.next_power_of_2(width))
-    a, b, c, d = constants or (0.0, 0.0, 0.0, 0.0)
+    a, b, c, d = (*constants, *[0.0] * (4 - len(constants)))
     _activate[(out.shape[0], triton.cdiv(width, block))](
         x, bias, out, a, b, c, d,
-        WIDTH=width, BLOCK=block, GATED=gated, ACTIVATION=activation.value, num_warps=4,
+        WIDTH=width, BLOCK=block, GATED=gated, ALTERNATE=alternate, ACTIVATION=activation.value, num_warps=4,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.experts import ExpertRows, pairs_of_tile
 from lookahead.backends.graph.kernels.quantised_tiles import (
     HOPPER_SHARED,
     QuantisedWeights,
@@ -21,7 +22,8 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
     splits_of,
     tile_of,
 )
-from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles
+from lookahead.backends.graph.kernels.splits import SplitMemory, sum_of_splits
+from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles, power_of_two, scaled_nibbles
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models.quantised import Codes
 
@@ -36,8 +38,7 @@ def _scales(
     group = tl.minimum(column, K - 1) // GROUP if GROUP else column * 0
     value = tl.load(scales + (row // ROWS) * row_stride + group * group_stride, mask=mask, other=0)
     if E8M0:
-        bits = tl.where(value == 0, 0x400000, value.to(tl.int32) << 23)  # 2^-127 has no normal number
-        number = bits.to(tl.float32, bitcast=True)
+        number = power_of_two(value)
     else:
         number = value.to(tl.float32)
     return number
@@ -86,10 +87,11 @@ def _per_number(
 @triton.jit
 def _dot_64(
     numbers, at, start, order, known, row, acc, N, K, scales, zeros, offsets, scale_row, scale_group,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of 64 columns from `start` on. With AFTER the caller multiplies by the scale."""
+    """acc + the products of 64 columns from `start` on. With AFTER the caller multiplies by the scale. PADDED: codes
+    have columns beyond K."""
     columns = start + tl.arange(0, 64)
     if zeros is not None:
         zero = _per_number(zeros, row, start, N, K, scale_row, scale_group, ROWS, GROUP, False, BLOCK_N)
@@ -102,6 +104,8 @@ def _dot_64(
         numbers = _weights(numbers, scale, offset, E8M0)
     if order is not None:
         columns = tl.load(order + columns)
+    if PADDED:
+        known = known & (columns < K)[:, None]
     given = tl.load(at + columns[:, None], mask=known, other=0)
     return tl.dot(_operand(numbers, BLOCK_N, WARPS), given, acc, input_precision="ieee")
 
@@ -110,7 +114,8 @@ def _dot_64(
 def _sum_interleaved(
     at, codes, scales, zeros, offsets, order, tile, known, first, last, N, K, codes_stride, scale_row, scale_group,
     KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-    PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The sum over pieces first to last of 128 bytes of a matrix row, whose codes are interleaved.
 
@@ -121,6 +126,7 @@ def _sum_interleaved(
     # 8 rows of 64 bytes are next to one another, and each thread reads 16 of them.
     piece = tl.arange(0, BLOCK_N * 4)
     from_row = tile * BLOCK_N + interleaved_row(piece // 4, WARPS)
+    words = scales + from_row[:, None] * scale_row  # with WORDS
     own = codes + (from_row // 8).to(tl.int64) * 8 * codes_stride + from_row % 8 * 64 + piece % 4 * 16
     own = own[:, None] + tl.arange(0, 16)[None, :]
     inside = (from_row < N)[:, None]
@@ -132,7 +138,10 @@ def _sum_interleaved(
             block = turn * CHUNKS + chunk
             start = block * 64 * HALVES
             raw = tl.load(own + block * 512, mask=inside, other=0)
-            if HALVES == 2:
+            if WORDS:
+                word = tl.load(words + block, mask=inside, other=0)
+                low, high = scaled_nibbles(raw, word, PTX, at.dtype.element_ty)
+            elif HALVES == 2:
                 low, high = nibbles(raw, KIND == 3, PTX, at.dtype.element_ty)
             else:
                 low = bytes_to_numbers(raw, KIND == 0, PTX, at.dtype.element_ty)
@@ -145,7 +154,7 @@ def _sum_interleaved(
                         part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                     part = _dot_64(
                         numbers, at, column, order, known, row, part, N, K, scales, zeros, offsets, scale_row,
-                        scale_group, ROWS, GROUP, AFTER, E8M0, BLOCK_N, WARPS,
+                        scale_group, ROWS, GROUP, AFTER, E8M0, PADDED, BLOCK_N, WARPS,
                     )  # fmt: skip
                     if half == HALVES - 1 or GROUP == 64:
                         scale = _scales(scales, n, column + n * 0, n < N, K, scale_row, scale_group, ROWS, GROUP, E8M0)
@@ -153,7 +162,7 @@ def _sum_interleaved(
                 else:
                     acc = _dot_64(
                         numbers, at, column, order, known, row, acc, N, K, scales, zeros, offsets, scale_row,
-                        scale_group, ROWS, GROUP, AFTER, E8M0, BLOCK_N, WARPS,
+                        scale_group, ROWS, GROUP, AFTER or WORDS, E8M0, PADDED, BLOCK_N, WARPS,
                     )  # fmt: skip
     return acc
 
@@ -207,11 +216,12 @@ def _sum_plain(
 
 @triton.jit
 def _multiply(
-    x, codes, scales, zeros, offsets, order, out, partials, arrived,
-    rows, N, K, x_stride, codes_stride, scale_row, scale_group, out_stride,
+    x, codes, scales, zeros, offsets, order, bias, out, tiles, counts, table, numbers, partials, arrived,
+    rows, capacity, N, K, x_stride, codes_stride, scale_row, scale_group, out_stride,
     KIND: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr, PARALLEL: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, SPLITS: tl.constexpr,
+    PARALLEL: tl.constexpr, PTX: tl.constexpr, PER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of N x splits if PARALLEL, tiles of rows). A tile is out^T [BLOCK_N, BLOCK_M]."""
     if PARALLEL:
@@ -220,9 +230,22 @@ def _multiply(
     else:
         tile, first_split, last_split = tl.program_id(0), 0, SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    known = (m < rows)[None, :]
-    at = x + m.to(tl.int64)[None, :] * x_stride
+    if table is not None:
+        if tl.program_id(1) >= tl.load(numbers):
+            return
+        expert, m, is_row = pairs_of_tile(tl.program_id(1), tiles, counts, table, capacity, BLOCK_M)
+        codes += expert.to(tl.int64) * N * codes_stride
+        first_scale = expert.to(tl.int64) * (N // ROWS) * scale_row
+        scales += first_scale
+        if zeros is not None:
+            zeros += first_scale
+        if offsets is not None:
+            offsets += first_scale
+    else:
+        expert, m = 0, tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = m < rows
+    known = is_row[None, :]
+    at = x + (m // PER).to(tl.int64)[None, :] * x_stride
     blocks = tl.cdiv(K, 256 if KIND >= 2 else 128)
     per = tl.cdiv(blocks, SPLITS)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -231,7 +254,7 @@ def _multiply(
         if INTERLEAVED:
             total += _sum_interleaved(
                 at, codes, scales, zeros, offsets, order, tile, known, first, last, N, K, codes_stride, scale_row,
-                scale_group, KIND, ROWS, GROUP, AFTER, E8M0, PTX, BLOCK_N, BLOCK_M, WARPS, CHUNKS,
+                scale_group, KIND, ROWS, GROUP, AFTER, E8M0, WORDS, PADDED, PTX, BLOCK_N, BLOCK_M, WARPS, CHUNKS,
             )  # fmt: skip
         else:
             total += _sum_plain(
@@ -239,30 +262,16 @@ def _multiply(
                 scale_group, KIND, ROWS, GROUP, E8M0, PTX, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     if PARALLEL:
-        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         number = tl.program_id(1) * tl.cdiv(N, BLOCK_N) + tile
-        base = partials + number.to(tl.int64) * SPLITS * BLOCK_N * BLOCK_M
-        tl.store(base + first_split * BLOCK_N * BLOCK_M + cell, total)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + number, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrived + number, 0)
-            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for split in range(SPLITS):
-                total += tl.load(base + split * BLOCK_N * BLOCK_M + cell, cache_modifier=".cg")
-            _store(total, n, m, out, out_stride, rows, scales, scale_row, scale_group, N, K, ROWS, GROUP, AFTER, E8M0)
-    else:
-        _store(total, n, m, out, out_stride, rows, scales, scale_row, scale_group, N, K, ROWS, GROUP, AFTER, E8M0)
-
-
-@triton.jit
-def _store(
-    total, n, m, out, out_stride, rows, scales, scale_row, scale_group, N, K,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-):  # fmt: skip
+        total, is_last = sum_of_splits(total, partials, arrived, number, first_split, SPLITS, BLOCK_N, BLOCK_M)
+        if is_last == 0:
+            return
     if AFTER and GROUP == 0:
         total *= _scales(scales, n, n * 0, n < N, K, scale_row, scale_group, ROWS, GROUP, E8M0)[:, None]
+    if bias is not None:
+        total += tl.load(bias + expert * N + n, mask=n < N, other=0).to(tl.float32)[:, None]
     target = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
+    tl.store(target, total.to(out.dtype.element_ty), mask=(n < N)[:, None] & known)
 
 
 class QuantisedProducts:
@@ -273,35 +282,29 @@ class QuantisedProducts:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self._shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED)
-        self._partials = torch.empty(0, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self.memory = SplitMemory.new(device)
 
     def reserve(self, weights: QuantisedWeights) -> None:
-        """Make room for products of any number of rows. Captured steps keep the memory that they were captured with, so
-        a model's matrices are reserved before its first step."""
-        numbers = counts = 0
+        """Make room for products of any number of rows."""
         for rows in ROW_SIZES:
-            tile = self._tile(weights, rows)
+            tile = self.tile(weights, rows, splits_of(weights))
             if tile.parallel:
                 tiles = triton.cdiv(weights.out, tile.block_n) * triton.cdiv(rows, tile.block_m)
-                counts = max(counts, tiles)
-                numbers = max(numbers, tiles * splits_of(weights) * tile.block_n * tile.block_m)
-        if numbers > len(self._partials):
-            self._partials = self._partials.new_empty(numbers)
-        if counts > len(self._arrived):
-            self._arrived = self._arrived.new_zeros(counts)
+                self.memory.reserve(tiles, splits_of(weights), tile.block_n, tile.block_m)
 
     def plan(self, weights: QuantisedWeights, rows: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """A function of (x [rows, K], out [rows, N])."""
-        tile, splits = self._tile(weights, rows), splits_of(weights)
+        splits = splits_of(weights)
+        tile = self.tile(weights, rows, splits)
 
         def run(x: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(x, weights, out, tile, splits, self._partials, self._arrived)
+            multiply(x, weights, out, tile, splits, self.memory)
 
         return run
 
-    def _tile(self, weights: QuantisedWeights, rows: int) -> Tile:
-        return fitted(tile_of(weights, rows), weights, self._shared)
+    def tile(self, weights: QuantisedWeights, rows: int, splits: int) -> Tile:
+        """How a product of this many rows is launched."""
+        return fitted(tile_of(weights, rows, splits), weights, self._shared)
 
 
 def multiply(
@@ -310,19 +313,30 @@ def multiply(
     out: torch.Tensor,
     tile: Tile,
     splits: int,
-    partials: torch.Tensor,
-    arrived: torch.Tensor,
+    memory: SplitMemory,
+    *,
+    bias: torch.Tensor | None = None,
+    experts: ExpertRows | None = None,
+    per: int = 1,
+    tiles: int = 0,
     ptx: bool | None = None,
 ) -> None:
-    """out [R, N] = x [R, K] W^T, in sums of fp32. `splits` of K are a property of the matrix, not of the step."""
-    rows, tiles = len(x), triton.cdiv(weights.out, tile.block_n)
+    """out [R, N] = x [R, K] W^T + bias [N], in sums of fp32. `splits` of K are a property of the matrix, not of the
+    step. With `experts`, weights of E x N rows, bias [E, N], `per` and `tiles` as in `grouped.multiply`."""
+    rows, width = len(x), weights.width
+    columns = triton.cdiv(weights.out, tile.block_n) * (splits if tile.parallel else 1)
+    listed = (None,) * 4 if experts is None else (experts.tiles, experts.counts, experts.table, experts.numbers)
+    words = weights.words is not None
+    scales = weights.scales if weights.words is None else weights.words
     if ptx is None:
         ptx = x.is_cuda and torch.version.hip is None and x.dtype is torch.bfloat16
-    _multiply[(tiles * (splits if tile.parallel else 1), triton.cdiv(rows, tile.block_m))](
-        x, weights.codes, weights.scales, weights.zeros, weights.offsets, weights.order, out, partials, arrived,
-        rows, weights.out, weights.width, x.stride(0), weights.codes.stride(0), *weights.scales.stride(),
-        out.stride(0), KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
-        AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, INTERLEAVED=weights.interleaved,
-        SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
-        WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages,
+    _multiply[(columns, tiles or triton.cdiv(rows, tile.block_m))](
+        x, weights.codes, scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
+        memory.partials, memory.arrived, rows, 0 if experts is None else experts.capacity, weights.out, width,
+        x.stride(0), weights.codes.stride(0), *scales.stride(), out.stride(0),
+        KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
+        AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8, WORDS=words, PADDED=weights.is_padded,
+        INTERLEAVED=weights.interleaved, SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, PER=per,
+        BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip

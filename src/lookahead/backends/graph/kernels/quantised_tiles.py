@@ -5,17 +5,20 @@ The splits of K do not depend on the number of rows either: texts depend on them
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 
-from lookahead.models.quantised import Format
+from lookahead.models.quantised import MXFP4, Format, QuantisedLinear
 
 
 @dataclass(frozen=True)
 class QuantisedWeights:
-    """The tensors of a quantised matrix; see `models.quantised.QuantisedLinear`. `order` is int32."""
+    """The tensors of a quantised matrix, or of stacked ones; see `models.quantised.QuantisedLinear`. `order` is int32,
+    `out` the rows of one matrix. `words`: the scales of MXFP4 as `words_of` gives them.
+    """
 
     format: Format
     out: int
@@ -26,12 +29,36 @@ class QuantisedWeights:
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
     interleaved: bool = False
+    words: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: QuantisedLinear, out: int, tensors: Mapping[str, torch.Tensor]) -> QuantisedWeights:
+        """Of a layer, or of one that it is fused into, whose tensors these are."""
+        words = words_of(tensors["scales"]) if layer.is_interleaved and layer.format == MXFP4 else None
+        return cls(layer.format, out, layer.in_features, **tensors, interleaved=layer.is_interleaved, words=words)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of codes go on after the last column; see `models.quantised.padded`."""
+        return self.codes.shape[1] * 8 // self.format.codes.bits > self.width
 
     @property
     def scales_after(self) -> bool:
         """Whether scales multiply sums of products instead of weights: where the columns of a dot share one."""
         group = self.format.group
         return self.interleaved and self.offsets is None and (group in (0, 64) or group % 128 == 0)
+
+
+LARGEST_WORD = 128
+"""The exponent plus 127 up to which a scale of FP4 is multiplied while codes are expanded (`unpack`)."""
+
+
+def words_of(scales: torch.Tensor) -> torch.Tensor | None:
+    """The scales uint8 [out, groups] of MXFP4, four to a word int32 [out, groups / 4]: those of 128 columns. None if
+    they are not in such fours, or some are too large."""
+    if scales.dtype is not torch.uint8 or scales.shape[1] % 4 or int(scales.max()) > LARGEST_WORD:
+        return None
+    return scales.view(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -57,17 +84,17 @@ HOPPER_SHARED = 232448
 """Bytes of shared memory that a program may have on an H200."""
 
 
-def splits_of(weights: QuantisedWeights) -> int:
-    """The number of splits of K, for every number of rows."""
-    tiles, splits = triton.cdiv(weights.out, TILE_N), 1
+def splits_of(weights: QuantisedWeights, matrices: int = 1) -> int:
+    """The number of splits of K, for every number of rows. `matrices`: how many a single row is multiplied by."""
+    tiles, splits = matrices * triton.cdiv(weights.out, TILE_N), 1
     while tiles * splits < SPLIT_PROGRAMS and weights.codes.shape[1] >= 2 * splits * SPLIT_BYTES:
         splits *= 2
     return splits
 
 
-def tile_of(weights: QuantisedWeights, rows: int) -> Tile:
+def tile_of(weights: QuantisedWeights, rows: int, splits: int) -> Tile:
     """The fastest launch on an H200 (see benchmarks/NOTES.md)."""
-    splits, wide = splits_of(weights), weights.format.codes.bits == 8
+    wide = weights.format.codes.bits == 8
     grouped = weights.scales_after and weights.format.group > 0  # its sums need registers twice
     if rows <= 16:
         return Tile(64, 16, 4, 4 if wide else 3, 2, parallel=splits > 1)

@@ -65,10 +65,14 @@ def activate(
     constants: Sequence[float] = (),
     *,
     gated: bool = True,
+    alternate: bool = False,
 ) -> None:
     """As `activations.activate`."""
     inner = x[: len(out)] if bias is None else x[: len(out)] + bias
-    gate, up = inner.chunk(2, dim=-1) if gated else (inner, None)
+    gate, up = (inner[:, ::2], inner[:, 1::2]) if alternate else inner.chunk(2, dim=-1) if gated else (inner, None)
+    if up is not None and activation is Activation.CLAMPED:
+        out.copy_(reference.gated(activation, constants, gate.float(), up.float()))
+        return
     active = reference.activate(activation, constants, gate.float()).to(out.dtype)
     out.copy_(active if up is None else active * up)
 

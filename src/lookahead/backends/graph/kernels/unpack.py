@@ -54,6 +54,49 @@ def nibbles(raw, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scaled_nibbles(raw, word, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes [pieces, 16] of interleaved codes -> the FP4 numbers of their low and high nibbles, times their scales.
+
+    word int32 [pieces, 1]: the four scales of 128 columns, as exponents plus 127. With PTX none may be above 128.
+    """
+    second = tl.arange(0, 16)[None, :] // 8  # of the two groups of 32 columns in 64
+    first, last = (word >> second * 8) & 255, (word >> second * 8 + 16) & 255
+    if PTX:
+        # As in `nibbles`, with the scale in the factor 2^126.
+        low_scale = ((first + 126) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high_scale = ((last + 126) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 v, s, t, q;
+            mov.b32 q, 0x80008000;
+            prmt.b32 v, $4, 0, 0x4140;
+            shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
+            shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $0, t, $5, q;
+            shl.b32 s, v, 8;  and.b32 s, s, 0x80008000;
+            shl.b32 t, v, 2;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $2, t, $7, q;
+            prmt.b32 v, $4, 0, 0x4342;
+            shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
+            shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $1, t, $6, q;
+            shl.b32 s, v, 8;  and.b32 s, s, 0x80008000;
+            shl.b32 t, v, 2;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $3, t, $8, q;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, low_scale, high_scale], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low = (_nibble(raw & 15, True) * power_of_two(first)).to(DTYPE)
+        high = (_nibble(raw >> 4, True) * power_of_two(last)).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def power_of_two(code):
+    """2^(code - 127), in fp32, for codes from 0 to 254."""
+    bits = tl.where(code == 0, 0x400000, code.to(tl.int32) << 23)  # 2^-127 has no normal number
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _nibble(code, E2M1: tl.constexpr):
     """The number of a nibble, in fp32."""
     if E2M1:

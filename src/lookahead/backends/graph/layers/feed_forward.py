@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.lowering import Matrices
+from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.feed_forward import FeedForward
 
@@ -18,6 +18,16 @@ class FeedForwardLayer:
     ) -> None:
         self.spec, self._ops, self._source, self._target = spec, ops, source, target
         self.gate_up, self.down = matrices.lower(spec.gate_up), matrices.lower(spec.down)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is to be added to the output."""
+        return self.down.bias
+
+    @property
+    def matrices(self) -> list[LoweredMatrix]:
+        """In the order of their products."""
+        return [self.gate_up, self.down]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
