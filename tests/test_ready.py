@@ -94,7 +94,7 @@ def test_the_time_of_a_capture_is_not_noted(made: LookaheadModel) -> None:
     cost = PassCost([0.01] * 512)
     engine = Engine(made.backend, DraftBudget(cost))
     noted: list[int] = []
-    cost.record_pass = lambda rows, seconds: noted.append(rows)  # type: ignore[method-assign]
+    cost.record_pass = lambda rows, seconds, reads=0.0: noted.append(rows)  # type: ignore[method-assign]
     captures = list[int]()
     for _ in range(2):
         answer = made._answer([5, 6, 7] * 40, RequestSettings(max_tokens=8, method="autoregressive", logprobs=1))

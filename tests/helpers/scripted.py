@@ -22,6 +22,7 @@ class ScriptedBackend:
     max_length: int | None = 8192
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("scripted"))
     captures = 0
+    expert_reads = 0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

@@ -40,6 +40,7 @@ class ToyBackend:
     most_rows = NO_LIMIT
     most_nodes: int | None = None
     captures = 0
+    expert_reads = 0
     vocab_size = VOCABULARY
     model = device = dtype = None
 

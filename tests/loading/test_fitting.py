@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from lookahead.algorithm.budget import fit_config, weighing_curve
+from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import default, timing
-from lookahead.loading.fitting import ATTEMPTS, VERSION, cached_curve, pass_cost
+from lookahead.loading.fitting import ATTEMPTS, VERSION, cached_curve, cost_of_passes, pass_cost
 from lookahead.loading.timing import (
     BRANCHES,
     DEPTH,
@@ -66,7 +67,7 @@ class FakeBackend:
     """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
 
     capabilities = Capabilities("fake")
-    captures, most_rows = 0, 4096
+    captures, most_rows, vocab_size, expert_reads = 0, 4096, 1000, 0
 
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
         self.clock, self.times, self.max_length = clock, times, max_length
@@ -395,7 +396,8 @@ class FlatBackend:
     """A pass takes as long as its tokens say, whosever they are. There is room for `room` tokens of K/V."""
 
     capabilities = Capabilities("flat")
-    captures = 0
+    captures = expert_reads = 0
+    vocab_size = 1000
 
     def __init__(self, clock: Clock, times: Times, most_rows: int = 2048, room: int = 1 << 20) -> None:
         self.clock, self.times, self.most_rows, self.room = clock, times, most_rows, room
@@ -451,15 +453,17 @@ def test_passes_that_do_not_fit_are_not_timed(clock: Clock, most_rows: int, room
 
 def test_a_pass_cost_is_measured_once(clock: Clock, tmp_path: Path) -> None:
     backend, said = FlatBackend(clock, lambda size: 0.01 + 1e-5 * size), []
-    table = pass_cost(backend, tmp_path, said.append)
-    assert table is not None
-    assert table == pytest.approx([0.01 + 1e-5 * size for size in range(1, 513)])
+    cost = pass_cost(backend, tmp_path, said.append)
+    assert cost is not None
+    assert cost.table == pytest.approx([0.01 + 1e-5 * size for size in range(1, 513)])
     again = FlatBackend(clock, flat)
-    assert pass_cost(again, tmp_path, said.append) == table
+    stored_cost = pass_cost(again, tmp_path, said.append)
+    assert stored_cost is not None
+    assert stored_cost.table.tolist() == cost.table.tolist()
     assert (again.passes, len(said), len(stored(tmp_path))) == ([], 1, 1)
     small = pass_cost(FlatBackend(clock, flat, most_rows=40), tmp_path)
     assert small is not None
-    assert len(small) == 40
+    assert len(small.table) == 40
 
 
 def test_a_backend_that_pads_has_no_pass_cost(clock: Clock, tmp_path: Path) -> None:
@@ -474,7 +478,8 @@ def test_a_backend_that_pads_has_no_pass_cost(clock: Clock, tmp_path: Path) -> N
 def test_the_cost_of_a_shared_pass_follows_the_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured passes are measured, and cost as much as the next captured size; others cost what a step does; where a
     pass is padded, rows have no common price."""
-    monkeypatch.setattr(default, "pass_cost", lambda *_: (1.0, 2.0, 3.0, 4.0, 5.0))
+    curve = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0))
+    monkeypatch.setattr(default, "pass_cost", lambda backend, *_: cost_of_passes(curve, backend))
 
     def cost(device: str = "cuda", step_cost: tuple[float, ...] | None = None, **can: Any) -> list[float] | None:
         backend: Any = SimpleNamespace(
@@ -483,7 +488,7 @@ def test_the_cost_of_a_shared_pass_follows_the_capabilities(monkeypatch: pytest.
         found = default.batch_cost(backend, LookaheadConfig(step_cost=step_cost))
         return None if found is None else found.table.tolist()
 
-    assert cost(row_sizes=(1, 4)) == [1.0, 4.0, 4.0, 4.0, 5.0]
+    assert cost(row_sizes=(1, 4)) == [1.0, 4.0, 4.0, 4.0]
     assert cost("cpu", row_sizes=(1, 4)) is None
     assert cost(pads=True, step_cost=(1.0, 2.0)) is None
     assert cost("cpu") is None

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from lookahead.algorithm.experts import ExpertCost, seconds_per_expert
 
 Costs = Sequence[float] | npt.NDArray[np.float64]
 """A table: times of passes of 1, 2, 3, ... rows."""
@@ -36,18 +38,25 @@ busy."""
 class CostCurve:
     """The measured curve: a pass of `sizes[i]` rows takes `seconds[i]` seconds.
 
-    `stable` is False if repeated measurements differed, because the machine was busy, or if there were none.
+    `stable` is False if repeated measurements differed, because the machine was busy, or if there were none. `reads`:
+    for a mixture of experts, how many experts each of the passes has read, of all of its layers' `experts`.
     """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
     stable: bool = field(default=True, compare=False)
+    reads: tuple[float, ...] = ()
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
             raise ValueError(f"a cost curve needs one time per size, not {len(self.seconds)} for {len(self.sizes)}")
         if not all(0 < taken < float("inf") for taken in self.seconds):
             raise ValueError(f"a cost curve needs positive times, not {self.seconds}")
+        if self.experts and len(self.reads) != len(self.sizes):
+            raise ValueError(
+                f"a cost curve needs the experts of each size, not {len(self.reads)} for {len(self.sizes)}"
+            )
 
     def table(self, rows: int) -> tuple[float, ...]:
         """The times of passes of 1 to `rows` rows, interpolated linearly between the measured sizes.
@@ -66,6 +75,14 @@ class CostCurve:
             times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
 
+    def expert_cost(self, rows: int) -> ExpertCost | None:
+        """What the experts of passes of up to `rows` rows cost; None without experts."""
+        if not self.experts:
+            return None
+        reads = np.maximum.accumulate(np.interp(np.arange(1, rows + 1), self.sizes, self.reads))
+        each = seconds_per_expert(self.sizes, self.seconds, self.reads)
+        return ExpertCost(self.experts, [float(one) for one in reads], each)
+
     @property
     def reach(self) -> int:
         """The largest pass to which the curve is extrapolated: 1.5 times the largest measured size, which is no more
@@ -76,11 +93,11 @@ class CostCurve:
         """This curve with the faster of the two times for each size."""
         known = dict(zip(other.sizes, other.seconds, strict=True))
         best = [min(taken, known.get(size, taken)) for size, taken in zip(self.sizes, self.seconds, strict=True)]
-        return CostCurve(self.sizes, tuple(best), self.stable)
+        return replace(self, seconds=tuple(best))
 
     def across(self, ranks: int) -> CostCurve:
         """The curve of a step split over `ranks` ranks, which each run the root and their part of the other tokens."""
-        return CostCurve(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
+        return replace(self, sizes=tuple(1 + (size - 1) * ranks for size in self.sizes))
 
 
 def table_for_sizes(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
@@ -98,19 +115,34 @@ class PassCost:
     The table was measured on an idle machine, with few sequences and short texts, or only quickly. A pass of many
     sequences takes longer, the more so the more rows it has, and host time is added. The fit keeps the table's steps:
     rows that only fill up a captured step are free.
+
+    With `experts`, a mixture's, the table is that of the text: corrected by how many experts its passes read.
     """
 
-    def __init__(self, table: Costs) -> None:
-        self.table = np.asarray(table, dtype=np.float64)
+    def __init__(self, table: Costs, experts: ExpertCost | None = None) -> None:
+        self._measured, self._experts = np.asarray(table, dtype=np.float64), experts
+        self.table = self._measured
+        self._correct_table()
         self.constant, self.slope = 0.0, 1.0
         # Means over the last passes: the table's times, the passes' times, and the products of these.
         self._x = self._y = self._xx = self._xy = self._weight = 0.0
 
-    def record_pass(self, rows: int, seconds: float) -> None:
-        """Record the time of a pass, host work included. Passes beyond the table are ignored."""
+    def _correct_table(self) -> None:
+        if self._experts is not None:
+            more = self._experts.seconds * (self._experts.expected() - self._experts.reads)
+            corrected = self._measured + more[: len(self._measured)]
+            self.table = np.maximum.accumulate(np.maximum(corrected, 0.5 * self._measured[0]))
+
+    def record_pass(self, rows: int, seconds: float, reads: float = 0.0) -> None:
+        """Record the time of a pass, host work included, and the experts that it has read. Passes beyond the table are
+        ignored."""
         if rows > len(self.table):
             return
         x = float(self.table[rows - 1])
+        if self._experts is not None:
+            self._experts.record(rows, reads)
+            x = max(float(self._measured[rows - 1]) + self._experts.change(rows, reads), 0.5 * float(self._measured[0]))
+            self._correct_table()
         y = min(seconds, SURPRISE * self.seconds(rows))
         self._weight += NEWEST * (1 - self._weight)
         part = NEWEST / self._weight  # the first passes count alike

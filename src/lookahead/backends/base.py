@@ -101,6 +101,9 @@ class Capabilities:
     of the last one. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run every
     pass together, with tensor or lookahead parallelism: all of them must choose the same trees, so none may rely on its
     own measurements or files.
+
+    `experts`: the experts of all layers, of which a pass reads those that its rows have chosen: the time of a pass then
+    depends on its text. 0 without experts, or where nobody counts what is read.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Capabilities:
     overlaps: bool = False
     draws_noise: bool = False
     ranks: int = 1
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ class Backend(Protocol):
     None for no limit. `most_rows` is the maximum number of tokens of a pass, over prompt chunks and trees of all
     inputs, or NO_LIMIT. `most_nodes` is the maximum number of nodes of all trees of a pass, or None for no limit.
     `captures` counts what the backend has compiled, tuned or captured so far: a step during which it grew must not be
-    timed.
+    timed. `expert_reads` is the number of experts that all passes collected so far have read, each layer's counted, if
+    `capabilities.experts`.
     """
 
     capabilities: Capabilities
@@ -145,6 +150,9 @@ class Backend(Protocol):
     max_length: int | None
     most_rows: int
     most_nodes: int | None
+
+    @property
+    def expert_reads(self) -> int: ...
 
     @property
     def captures(self) -> int: ...

@@ -161,6 +161,7 @@ class Engine:
         """Learn, collect, verify, accept and commit: the rest of the running step. The next step can begin before the
         events of this one are sent."""
         step, self._running_step = self._running_step, NO_STEP
+        reads = self.backend.expert_reads
         results = list[StepResult]()
         for index, batch in enumerate(step.batches):
             launched = self._launch(batch, only_batch=False) if index else step.first
@@ -171,7 +172,8 @@ class Engine:
         if step.first is None or self.backend.captures != step.captures:
             return finished  # nothing has run, or the time of a capture, which says nothing about the next step
         if self.budget.cost is not None and len(step.batches) == 1:
-            self.budget.cost.record_pass(step.batches[0].rows_run(pads=self.backend.capabilities.pads), seconds)
+            rows = step.batches[0].rows_run(pads=self.backend.capabilities.pads)
+            self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
         if self.budget.guarded and finished and not step.has_chunks:
             drafted = any(result.input.tree.size > 1 for result in results)
             self.budget.record_step(len(results), drafted, finished.mean_tokens, seconds)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lookahead.algorithm.budget import weighing_curve
-from lookahead.algorithm.cost import CostCurve, PassCost, table_for_sizes
+from lookahead.algorithm.cost import CostCurve, PassCost
 from lookahead.backends.base import Backend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.cache import cache_dir
@@ -48,5 +48,4 @@ def batch_cost(backend: Backend, config: LookaheadConfig, log: Callable[[str], N
         return PassCost(CostCurve(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
     if backend.device.type == "cpu":
         return None
-    table = pass_cost(backend, cache_dir(), log)
-    return None if table is None else PassCost(table_for_sizes(table, sizes))
+    return pass_cost(backend, cache_dir(), log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from time import time
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from lookahead.algorithm.budget import fit_config
-from lookahead.algorithm.cost import CostCurve
+from lookahead.algorithm.cost import CostCurve, PassCost, table_for_sizes
 from lookahead.backends.base import Backend
 from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
@@ -23,8 +24,9 @@ from lookahead.models.quantised import formats_of
 ATTEMPTS, DAY = 4, 86400.0
 """Attempts before an unstable measurement is accepted, and for how many seconds it then is."""
 
-VERSION = 4
-"""The format of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 had no version field."""
+VERSION = 5
+"""The format of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 had no version field, 4
+no experts."""
 
 
 def fitted(
@@ -46,9 +48,8 @@ def fitted(
     return fit_config(config, cached_curve(backend, identity, folder, log, quick).across(ranks))
 
 
-def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> tuple[float, ...] | None:
-    """t of passes of 1 to 512 rows (or `backend.most_rows`), for `algorithm.cost.PassCost`: read from `folder`, or
-    measured and written there.
+def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> PassCost | None:
+    """The cost of passes of 1 to 512 rows (or `backend.most_rows`): read from `folder`, or measured and written there.
 
     None for a backend that pads a pass to its longest input, for a tensor-parallel model (see `fitted`), and for a
     context too short to measure in.
@@ -56,8 +57,16 @@ def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None 
     if backend.capabilities.pads or backend.capabilities.ranks > 1 or (backend.max_length or MIN_CONTEXT) < MIN_CONTEXT:
         return None
     identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
-    cost = cached_curve(backend, identity, folder, log, measured=measure_passes)
-    return cost.table(min(PASS_SIZES[-1], backend.most_rows, cost.reach))
+    curve = cached_curve(backend, identity, folder, log, measured=measure_passes)
+    return cost_of_passes(curve, backend)
+
+
+def cost_of_passes(curve: CostCurve, backend: Backend) -> PassCost:
+    """The cost of a backend's passes by their measured curve."""
+    rows = min(PASS_SIZES[-1], backend.most_rows, curve.reach)
+    if curve.experts:  # rows that fill up a captured step read no experts
+        return PassCost(curve.table(rows), curve.expert_cost(rows))
+    return PassCost(table_for_sizes(curve.table(rows), backend.capabilities.row_sizes))
 
 
 def cached_curve(
@@ -77,7 +86,12 @@ def cached_curve(
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
         stored = read_json(path, VERSION)
-        known = CostCurve(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
+        known = CostCurve(
+            tuple(map(int, stored["sizes"])),
+            tuple(map(float, stored["seconds"])),
+            reads=tuple(map(float, stored["reads"])),
+            experts=int(stored["experts"]),
+        )
         attempts = int(stored["attempts"])
         recent = time() - path.stat().st_mtime < DAY
         if quick or stored["stable"] or (attempts >= ATTEMPTS and recent):
@@ -89,7 +103,7 @@ def cached_curve(
         log(f"measuring what a step costs on this machine ({why}) ...")
     cost = measure(backend, sizes_to_time(backend), quick=quick) if measured is None else measured(backend)
     cost = cost if known is None else cost.with_faster(known)
-    content = {"sizes": cost.sizes, "seconds": cost.seconds, "stable": cost.stable}
+    content = {field.name: getattr(cost, field.name) for field in fields(cost)}
     with suppress(OSError):
         write_json(path, {**content, "attempts": attempts + (not quick), "of": facts}, VERSION)
     return cost

@@ -27,7 +27,8 @@ of steps. Its curve is never stable, so the next load measures again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from lookahead.algorithm.cost import CostCurve
@@ -62,17 +63,23 @@ MAX_SLOWDOWN = 5.0
 NO_TIME = float("inf")
 
 
-def timing_tree(size: int) -> TokenTree:
+def timing_tree(size: int, vocabulary: int = 2, first: int = 0) -> TokenTree:
     """A tree of `size` tokens, shaped like a draft: eight branches side by side, none deeper than draft tokens are.
 
-    The shape matters little, except for half-precision steps of the graph backend, which run depth by depth.
+    The shape matters little, except for half-precision steps of the graph backend, which run depth by depth. The tokens
+    matter for a mixture of experts: equal ones would have the same experts. `first`: the number of the first one.
     """
     parents, depths = [-1], [0]
     for node in range(1, size):
         above = node - BRANCHES if node > BRANCHES and depths[node - BRANCHES] < DEPTH else 0
         parents.append(above)
         depths.append(depths[above] + 1)
-    return TokenTree([1] * size, parents, depths, list(range(size)))
+    return TokenTree([varied(first + node, vocabulary) for node in range(size)], parents, depths, list(range(size)))
+
+
+def varied(index: int, vocabulary: int) -> int:
+    """Some token, another one for every index."""
+    return 1 + index * 7919 % max(1, vocabulary - 1)
 
 
 def measure(
@@ -95,13 +102,14 @@ def measure(
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = MAX_SUCCESSORS if size > 1 else 0
-        step_input = StepInput(slot, chunk, timing_tree(size), SamplingParams(), (), top=top)
+        step_input = StepInput(slot, chunk, timing_tree(size, backend.vocab_size), SamplingParams(), (), top=top)
         return time_step(backend, run_prompt_chunks(backend, [step_input]))
 
     taken_by = {size: list[float]() for size in sizes}
+    reads_by = dict[int, float]()
     warm, spent = set[int](), 0.0
     try:
-        step(1, chunk=[1] * prefix)
+        step(1, chunk=[varied(index, backend.vocab_size) for index in range(prefix)])
         for number in range(rounds):
             if number and spent > patience:
                 break
@@ -112,7 +120,9 @@ def measure(
                     break
                 first = 0.0 if size in warm else step(size)
                 warm.add(size)
+                reads = backend.expert_reads
                 taken = step(size)
+                reads_by[size] = backend.expert_reads - reads
                 if taken == NO_TIME:
                     continue
                 spent += taken + min(first, taken)
@@ -125,7 +135,15 @@ def measure(
     finally:
         backend.close(slot)
     found = {size: min(times) for size, times in taken_by.items() if times} or {1: 1.0}
-    return CostCurve(tuple(found), tuple(found.values()), is_stable(taken_by.values()))
+    return with_reads(CostCurve(tuple(found), tuple(found.values()), is_stable(taken_by.values())), backend, reads_by)
+
+
+def with_reads(curve: CostCurve, backend: Backend, reads: Mapping[int, float]) -> CostCurve:
+    """The curve of a mixture of experts, with the experts that its passes have read by size."""
+    experts = backend.capabilities.experts
+    if not experts or any(size not in reads for size in curve.sizes):
+        return curve
+    return replace(curve, reads=tuple(reads[size] for size in curve.sizes), experts=experts)
 
 
 def time_step(backend: Backend, inputs: Sequence[StepInput]) -> float:
@@ -165,19 +183,23 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
     def inputs(size: int) -> list[StepInput]:
         """The size in trees that are as equal as possible."""
         count = -(-size // largest)
-        trees = [timing_tree(size // count + (index < size % count)) for index in range(count)]
+        parts = [size // count + (index < size % count) for index in range(count)]
+        trees = [timing_tree(part, backend.vocab_size, index * largest) for index, part in enumerate(parts)]
         top = MAX_SUCCESSORS if size > 1 else 0
         return [
             StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(reserved, trees, strict=False)
         ]
 
-    best = dict.fromkeys(sizes, NO_TIME)
+    best, reads = dict.fromkeys(sizes, NO_TIME), dict[int, float]()
     try:
-        for slot in reserved:
-            time_step(backend, [StepInput(slot, [1] * prefix, timing_tree(1), SamplingParams(), ())])
+        for index, slot in enumerate(reserved):
+            text = [varied(index * prefix + number, backend.vocab_size) for number in range(prefix)]
+            time_step(backend, [StepInput(slot, text, timing_tree(1), SamplingParams(), ())])
         for number in range(rounds + 1):
             for size in sizes:
+                before = backend.expert_reads
                 taken = time_step(backend, inputs(size))
+                reads[size] = backend.expert_reads - before
                 if number:  # the first round is the warm-up
                     best[size] = min(best[size], taken)
     finally:
@@ -186,4 +208,4 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
     found = {size: taken for size, taken in best.items() if taken != NO_TIME}
     if not found:
         return CostCurve((1,), (1.0,), stable=False)
-    return CostCurve(tuple(found), tuple(found.values()))
+    return with_reads(CostCurve(tuple(found), tuple(found.values())), backend, reads)

@@ -195,6 +195,12 @@ class Decoder:
         return sorted(found, key=lambda window: -1 if window is None else window)
 
 
+def experts_of(decoder: Decoder) -> int:
+    """The experts of all layers."""
+    layers = (block.feed_forward for block in decoder.blocks)
+    return sum(layer.gate_up.experts for layer in layers if isinstance(layer, MoE))
+
+
 def matrices_in(part: Any) -> Iterator[Matrix]:
     """All matrices of a description, or of a part of one."""
     if isinstance(part, Matrix):

@@ -94,6 +94,10 @@ class ParallelBackend:
         self._state = hashlib.blake2b(digest_size=16)
 
     @property
+    def expert_reads(self) -> int:
+        return self.inner.expert_reads
+
+    @property
     def captures(self) -> int:
         return self.inner.captures
 

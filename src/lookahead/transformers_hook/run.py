@@ -192,12 +192,12 @@ class Run:
     def _default(self) -> tuple[LookaheadConfig, DraftBudget]:
         """The config where none was given, and what decides how many draft tokens its steps take.
 
-        Where steps are captured, one of the whole budget costs little more than one of a token, so that nothing is
-        measured and no clock decides. Neither does one for the ranks of a tensor-parallel model: each would judge by
+        Where steps are captured, one of the whole budget costs little more than one of a token, if there are no experts,
+        so that nothing is measured and no clock decides. Neither does one for the ranks of a tensor-parallel model: each would judge by
         its own, and wait for the others for ever. Elsewhere a curve is measured quickly, and the budget is guarded.
         """
         capabilities = self.backend.capabilities
-        if capabilities.row_sizes:
+        if capabilities.row_sizes and not capabilities.experts:
             return without_cost(LookaheadConfig()), DraftBudget()
         if self.facts.default is None:
             default = fitted(LookaheadConfig(), self.backend, cache_dir(), quick=True)

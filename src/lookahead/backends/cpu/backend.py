@@ -61,7 +61,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         self.vocab_size = self.description.vocabulary
         self.most_rows = MOST_ROWS
         self.most_nodes: int | None = None
-        self.captures = 0
+        self.captures = self.expert_reads = 0
         threads = usable_threads()
         self._session = Session(self.description, threads)
         scale, cap = state_scale(self.description), self.description.logit_softcap

@@ -91,7 +91,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         )
         self.most_rows = NO_LIMIT
         self.most_nodes: int | None = None
-        self.captures = 0
+        self.captures = self.expert_reads = 0
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = AttentionMasks(sliding_windows(config), chunks(config), self.dtype, self.device)
         self._arguments = dict(arguments or {})

@@ -38,7 +38,7 @@ from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
-from lookahead.models.spec import Decoder
+from lookahead.models.spec import Decoder, experts_of
 
 
 class GraphBackend:
@@ -87,6 +87,7 @@ class GraphBackend:
             exact_nodes=INVARIANT_NODES if self.invariant else None,
             exact_depth=NEAR_KEYS if self.invariant else None,
             row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
+            experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
             runs_prompts=decoder.causal_prompt,
             overlaps=self.device.type == "cuda",
             draws_noise=True,
@@ -108,6 +109,7 @@ class GraphBackend:
             self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
         )
         self._ahead = StepAhead(self.runner.order_after)
+        self.expert_reads = 0
 
     @property
     def kv(self) -> PagedKV:
@@ -257,6 +259,7 @@ class GraphBackend:
     def collect(self, launched: LaunchedStep) -> list[StepOutput]:
         """Wait for a step, and read the targets and top tokens of its needed rows."""
         launched.running.wait()
+        self.expert_reads = launched.running.expert_reads()
         outputs = launched.read()
         self._ahead.note_results(launched, outputs)
         return outputs

@@ -82,6 +82,12 @@ class GraphModel:
         self.head = HeadLayer(decoder, added, ops, matrices)
 
     @property
+    def experts(self) -> int:
+        """The experts of all layers."""
+        layers = (block.feed_forward for block in self.blocks)
+        return sum(layer.gate_up.experts for layer in layers if isinstance(layer, MoELayer))
+
+    @property
     def like(self) -> torch.Tensor:
         """A tensor of the model's dtype on its device."""
         return self.embedding.table

@@ -137,6 +137,33 @@ class TopTokens:
         self.host_copies[turn].copy_(self.out, non_blocking=True)
 
 
+class ExpertReads:
+    """How many experts all passes so far have read: on the device, and after waiting for a step on the host, one number
+    per host copy of `TopTokens`."""
+
+    def __init__(self, reads: torch.Tensor) -> None:
+        """`reads` int32 [1]."""
+        self._reads, pinned = reads, reads.device.type == "cuda"
+        self.host_copies = [torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._last, self._total = 0, 0
+
+    def copy(self, copy_pinned: Any) -> None:
+        """Copy the number to the first host copy, in a captured step."""
+        copy_pinned(self._reads, self.host_copies[0])
+
+    @torch.inference_mode()
+    def send(self, turn: int) -> None:
+        """As `TopTokens.send`."""
+        self.host_copies[turn].copy_(self._reads, non_blocking=True)
+
+    def total(self, turn: int) -> int:
+        """The number without overflow, from this host copy."""
+        now = int(self.host_copies[turn][0])
+        self._total += (now - self._last) % (1 << 32)
+        self._last = now
+        return self._total
+
+
 class LogProbs:
     """Log-probabilities of R rows: of their targets and of their `top` likeliest tokens.
 

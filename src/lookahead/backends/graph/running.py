@@ -39,6 +39,11 @@ class RunningStep:
         """The results of the first `rows` needed rows; see `ops.TopTokens`."""
         return self.step.top.arrays[self.turn][:rows].copy()
 
+    def expert_reads(self) -> int:
+        """See `Backend.expert_reads`."""
+        reads = self.step.targets.expert_reads
+        return 0 if reads is None else reads.total(self.turn)
+
     @torch.inference_mode()
     def logits(self, start: int, end: int) -> torch.Tensor:
         """The logits of needed rows, on the device."""

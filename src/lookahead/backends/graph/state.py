@@ -26,7 +26,7 @@ from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, Ti
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.memory import room_for_a_capture
 from lookahead.backends.graph.model import GraphModel
-from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
+from lookahead.backends.graph.ops import Drawing, ExpertReads, Ops, new_top_work
 from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
 
@@ -135,6 +135,7 @@ class Buffers:
         self.results = like.new_zeros(len(self.logits), 1 + 2 * min(MAX_SUCCESSORS, vocabulary), dtype=torch.int32)
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self._top_work: dict[int, Any] = {}
+        self.expert_reads = ExpertReads(ops.experts.reads) if ops.experts is not None and model.experts else None
         work = new_work(ops, model.shapes, most_rows)
         self.work = [work if work is None else work.with_own_paths() for _ in model.groups]
 

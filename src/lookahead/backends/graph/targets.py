@@ -31,6 +31,7 @@ class CapturedTargets(Captured):
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
         self.top = TopTokens(buffers.results[: kind.needed], buffers.top_work(buffers.results.shape[1] // 2))
+        self.expert_reads = buffers.expert_reads
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
         # Allocate what this kind needs now: nothing may be allocated during a capture.
         self.logprobs: LogProbs | None = None
@@ -54,6 +55,8 @@ class CapturedTargets(Captured):
         else:
             self._run_ahead()
         self.top.send(turn)
+        if self.expert_reads is not None:
+            self.expert_reads.send(turn)
         if self.state.capture and self.graph_ahead is None:
             self.graph_ahead = self.state.captured_ahead(self._run_ahead)
 
@@ -72,6 +75,8 @@ class CapturedTargets(Captured):
             self.ahead.zero_()
         # 3. Copy the results to the host.
         ops.copy_pinned(self.top.out, self.top.host_copies[0])
+        if self.expert_reads is not None:
+            self.expert_reads.copy(ops.copy_pinned)
         if self.logprobs is not None:
             self.logprobs.send(ops.copy_pinned)
 

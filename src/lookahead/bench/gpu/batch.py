@@ -15,16 +15,15 @@ from typing import Any
 
 from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.choice import DraftBudget
-from lookahead.algorithm.cost import PassCost, table_for_sizes
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.bench.gpu.bench import GpuBench
 from lookahead.bench.gpu.timing import bytes_read, copy_bandwidth
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.loading.fitting import cost_of_passes
 from lookahead.loading.timing import measure_passes
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
@@ -88,7 +87,7 @@ def batch(bench: GpuBench) -> None:
     prompts = [prompt_ids(lm, prompt) for pair in pairs for prompt in pair]
     rules, call = StopRules(tokens, lm.stop_ids), lm.client.call
     backend: Any = lm.backend
-    cost = table_for_sizes(call(partial(measure_passes, backend)).table(512), ROW_SIZES)
+    curve = call(partial(measure_passes, backend))
     bandwidth = call(copy_bandwidth) if backend.device.type == "cuda" else math.nan
     for label, sampling in SAMPLINGS.items():
         plain: dict[int, list[int]] = {}
@@ -98,7 +97,9 @@ def batch(bench: GpuBench) -> None:
             for name, config in METHODS.items():
                 load = partial(Load, prompts=prompts, config=config, sampling=sampling, rules=rules, memory=lm.memory)
                 answers = max(ROUNDS * count, ANSWERS[label])
-                run = partial(steady_state, load, backend, lambda: DraftBudget(PassCost(cost)), count, answers)
+                run = partial(
+                    steady_state, load, backend, lambda: DraftBudget(cost_of_passes(curve, backend)), count, answers
+                )
                 measured, outputs = call(run)
                 for number, output in outputs.items():
                     plain.setdefault(number, output)

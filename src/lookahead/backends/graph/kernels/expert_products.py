@@ -44,6 +44,11 @@ class ExpertProducts:
             tiles = triton.cdiv(experts, launch.block_n) * triton.cdiv(rows, launch.block_m)
             self._memory.reserve(tiles, splits, launch.block_n, launch.block_m)
 
+    @property
+    def reads(self) -> torch.Tensor:
+        """int32 [1]: how many experts all passes so far have read, which may overflow."""
+        return self.rows.numbers[2:]
+
     def quantised(self, layer: QuantisedLinear, out: int, tensors: Mapping[str, torch.Tensor]) -> QuantisedWeights:
         """What the kernel reads of a quantised layer whose rows are those of experts of `out` rows each."""
         return QuantisedWeights.of(layer, out, tensors)

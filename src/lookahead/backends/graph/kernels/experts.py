@@ -24,7 +24,7 @@ class ExpertRows:
     chosen int32 [pairs]: the expert of a pair. weights fp32 [pairs]. shared fp32 [R]: the weight of the expert that
     all rows share. table int32 [E, R]: the pairs of an expert. counts int32 [E]: how many it has; zero between layers.
     tiles int32 [T, 2]: the expert of each tile of pairs, and the first of its pairs in the table. numbers int32 [3]:
-    of tiles; of programs that have arrived; of distinct experts, summed over all layers of a pass.
+    of tiles; of programs that have arrived; of experts that all passes so far have read, each layer's counted.
     """
 
     chosen: torch.Tensor

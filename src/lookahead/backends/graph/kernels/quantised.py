@@ -37,11 +37,7 @@ def _scales(
     """The scales of weights, fp32; those of columns beyond K are of the last group."""
     group = tl.minimum(column, K - 1) // GROUP if GROUP else column * 0
     value = tl.load(scales + (row // ROWS) * row_stride + group * group_stride, mask=mask, other=0)
-    if E8M0:
-        number = power_of_two(value)
-    else:
-        number = value.to(tl.float32)
-    return number
+    return power_of_two(value) if E8M0 else value.to(tl.float32)
 
 
 @triton.jit
