@@ -18,14 +18,14 @@ import torch
 from lookahead.backends.support import input_device
 from lookahead.models.facts import UnsupportedModelError, kind_of, tensor_parallel_ranks
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
+from lookahead.models.quantised import MXFP4, Codes, Format, QuantisedLinear, quantise
 from lookahead.models.quantised_experts import NAMES, QuantisedExperts, is_experts, quantised_experts
 
 FORMATS = {
     "fp8": Format(Codes.E4M3, 0),
     "int8": Format(Codes.INT8, 0),
     "int4": Format(Codes.INT4, 128),
-    "mxfp4": Format(Codes.E2M1, 32),
+    "mxfp4": MXFP4,
 }
 """A `dtype` that quantises -> its format: a scale per row, or with four bits per 128 or 32 columns of a row."""
 CPU_INT8 = Format(Codes.INT8, 0, activations=Codes.INT8)

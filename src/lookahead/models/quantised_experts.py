@@ -142,8 +142,16 @@ def stacked(parts: Iterable[QuantisedLinear], count: int) -> QuantisedLinear:
         for name, tensor in tensors.items():
             own = getattr(part, name)
             tensor[index * len(own) : (index + 1) * len(own)] = own
-    codes, scales = tensors.pop("codes"), tensors.pop("scales")
-    return QuantisedLinear(first.format, codes, scales, order=first.order, dtype=first.dtype, **tensors)
+    zeros, offsets = tensors.get("zeros"), tensors.get("offsets")
+    return QuantisedLinear(
+        first.format,
+        tensors["codes"],
+        tensors["scales"],
+        zeros=zeros,
+        offsets=offsets,
+        order=first.order,
+        dtype=first.dtype,
+    )
 
 
 def _larger(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -160,10 +168,12 @@ def _split_evenly(layer: QuantisedLinear) -> QuantisedLinear:
     def spread(groups: torch.Tensor | None) -> torch.Tensor | None:
         return None if groups is None else groups.repeat_interleave(format.rows // rows, 0)[: out // rows]
 
-    scales = spread(layer.scales)
+    scales, zeros, offsets = spread(layer.scales), spread(layer.zeros), spread(layer.offsets)
     assert scales is not None
-    others = {"zeros": spread(layer.zeros), "offsets": spread(layer.offsets), "order": layer.order}
-    return QuantisedLinear(replace(format, rows=rows), layer.codes, scales, dtype=layer.dtype, **others)
+    finer = replace(format, rows=rows)
+    return QuantisedLinear(
+        finer, layer.codes, scales, zeros=zeros, offsets=offsets, order=layer.order, dtype=layer.dtype
+    )
 
 
 def _parameter(tensor: torch.Tensor | None) -> torch.nn.Parameter | None:

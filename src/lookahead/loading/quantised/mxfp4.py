@@ -10,7 +10,7 @@ import torch
 
 from lookahead.loading.quantised.eight_bits import grouped
 from lookahead.loading.quantised.weights import Reader, Tensors, Weights, check_dtype, check_size, nibbles_of, required
-from lookahead.models.quantised import Codes, Format, packed
+from lookahead.models.quantised import MXFP4, packed
 
 
 def mxfp4_reader() -> Reader:
@@ -27,4 +27,4 @@ def mxfp4_weights(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, in
     check_dtype("codes", codes, torch.uint8)
     check_dtype("scale", scale, torch.uint8, torch.float8_e8m0fnu)
     check_size("codes", codes, shape[0], shape[1] // 2)
-    return Weights(Format(Codes.E2M1, 32), packed(nibbles_of(codes)), grouped(scale.view(torch.uint8), *shape, 32))
+    return Weights(MXFP4, packed(nibbles_of(codes)), grouped(scale.view(torch.uint8), *shape, 32))
