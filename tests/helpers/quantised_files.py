@@ -17,8 +17,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from lookahead.models.quantised_experts import NAMES, expert_matrices, is_experts
+
 Layer = tuple[dict[str, torch.Tensor], torch.Tensor]
 Packer = Callable[[np.random.Generator, tuple[int, int]], Layer]
+ExpertsPacker = Callable[[np.random.Generator, str, int, tuple[int, int]], Layer]
+"""(generator, name of a matrix in the model, experts, (out, in)) -> the tensors by their names after the module's, and
+W [experts, out, in]."""
 
 
 def words(codes: np.ndarray, bits: int) -> torch.Tensor:
@@ -211,8 +216,21 @@ CASES = {
 }
 
 
-def write(folder: Path, model: Any, tokenizer: Any, case: Case, *, files: int = 1, dtype: str = "bfloat16") -> Any:
-    """Save `model` with random weights of this format. Returns a plain model in fp32 with the same weights."""
+def write(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    case: Case,
+    *,
+    experts: ExpertsPacker | None = None,
+    rename: Callable[[str], str] = str,
+    files: int = 1,
+    dtype: str = "bfloat16",
+) -> Any:
+    """Save `model` with random weights of this format. Returns a plain model in fp32 with the same weights.
+
+    `experts` packs its experts, which are left out otherwise; `rename` gives tensors their names in the files.
+    """
     draw, dense = np.random.default_rng(0), copy.deepcopy(model)
     tensors = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -225,18 +243,76 @@ def write(folder: Path, model: Any, tokenizer: Any, case: Case, *, files: int = 
             own, weight = case.pack(draw, (module.out_features, module.in_features))
             if module.bias is not None:
                 own["bias"] = module.bias.detach().half()
+                module.bias.data = own["bias"].float()
             tensors.pop(f"{name}.weight")
             tensors |= {f"{name}.{local}": tensor for local, tensor in own.items()}
             module.weight.data = weight
+        elif experts is not None and is_experts(module):
+            for own, weights in zip(NAMES, experts_weights(draw, experts, name, module, tensors), strict=True):
+                getattr(module, own).data = weights.mT.contiguous() if module.is_transposed else weights
     state = dense.state_dict()
     for name, tensor in tensors.items():
         if name in state and name.rpartition(".")[0] + ".input_scale" not in tensors and tensor.dtype.itemsize == 2:
             state[name].copy_(tensor)
-    save(folder, tensors, files)
+    save(folder, {rename(name): tensor for name, tensor in tensors.items()}, files)
     tokenizer.save_pretrained(folder)
     config = {**model.config.to_dict(), "dtype": dtype, "quantization_config": dict(case.config)}
     (folder / "config.json").write_text(json.dumps(config))
     return dense.eval()
+
+
+def experts_weights(
+    draw: np.random.Generator, pack: ExpertsPacker, name: str, module: Any, tensors: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Put packed tensors in place of those of an experts module. Returns W [experts, out, in] of both matrices."""
+    made = []
+    for own, matrix in zip(NAMES, expert_matrices(module), strict=True):
+        tensors.pop(f"{name}.{own}")
+        packed_ones, weights = pack(draw, own, matrix.experts, matrix.shape)
+        tensors |= {f"{name}.{local}": tensor for local, tensor in packed_ones.items()}
+        made.append(weights)
+    return made
+
+
+def separately(pack: Packer, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> ExpertsPacker:
+    """Each expert's matrices as linear layers of their own, gate and up apart."""
+
+    def packed_experts(draw: np.random.Generator, name: str, experts: int, shape: tuple[int, int]) -> Layer:
+        parts = names[:2] if name == "gate_up_proj" else names[2:]
+        tensors, weights = dict[str, torch.Tensor](), []
+        for expert in range(experts):
+            for part in parts:
+                own, weight = pack(draw, (shape[0] // len(parts), shape[1]))
+                tensors |= {f"{expert}.{part}.{local}": tensor for local, tensor in own.items()}
+                weights.append(weight)
+        return tensors, torch.cat(weights).view(experts, *shape)
+
+    return packed_experts
+
+
+def together(pack: Packer, suffixes: Mapping[str, str], *, turned: bool = False) -> ExpertsPacker:
+    """One tensor for all experts. `suffixes`: what is added to a matrix's name, by the last part of a layer's tensors.
+
+    `turned`: the files have matrices [in, out].
+    """
+
+    def packed_experts(draw: np.random.Generator, name: str, experts: int, shape: tuple[int, int]) -> Layer:
+        layers = [pack(draw, shape) for _ in range(experts)]
+        weights = torch.stack([weight for _, weight in layers])
+        tensors = {}
+        for local, suffix in suffixes.items():
+            whole = torch.stack([own[local] for own, _ in layers])
+            if local == "weight_packed":
+                whole = whole.unflatten(2, (-1, 16))
+            tensors[name + suffix] = whole.mT.contiguous() if turned else whole
+        return tensors, weights
+
+    return packed_experts
+
+
+GPT_OSS = Case({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4(), plain=("",))
+"""Experts alone are quantised, by `GPT_OSS_EXPERTS`."""
+GPT_OSS_EXPERTS = together(mxfp4(), {"weight_packed": "_blocks", "weight_scale": "_scales"})
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import lookahead
 from lookahead.loading.load import keeps_blocks, load_pretrained
 from lookahead.loading.quantised.gguf import BLOCKS, half_order, keep_packed
 from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.quantised_experts import QuantisedExperts, expert_matrices
 
 SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Type of blocks -> weights and bytes of one."""
@@ -49,13 +51,13 @@ def test_blocks_expand_to_what_gguf_says(kind: str) -> None:
         assert equal == 1 if kind in ("Q4_0", "Q8_0", "Q6_K") else equal > 0.999
 
 
-def quantised_gguf(path: Path, tokenizer: Any, kinds: dict[str, str]) -> Path:
-    """A tiny Llama whose matrices with these names (or all others, '') are of these types of blocks."""
+def quantised_gguf(path: Path, tokenizer: Any, kinds: dict[str, str], **options: Any) -> Path:
+    """A tiny model whose matrices with these names (or all others, '') are of these types of blocks."""
     original = gguf.GGUFWriter.add_tensor
 
     def add(self: Any, name: str, tensor: np.ndarray, *args: Any, **kwargs: Any) -> None:
         kind = kinds.get(name.removesuffix(".weight"), kinds.get("", "F32"))
-        if tensor.ndim == 1 or name.startswith("token_embd") or kind == "F32":
+        if tensor.ndim == 1 or name.startswith(("token_embd", "blk.0.ffn_gate_inp")) or kind == "F32":
             return original(self, name, tensor, *args, **kwargs)
         if kind in ("Q4_K", "Q6_K"):  # gguf expands these but does not write them
             data = random_blocks(kind, len(tensor), tensor.shape[1] // 256)
@@ -65,7 +67,7 @@ def quantised_gguf(path: Path, tokenizer: Any, kinds: dict[str, str]) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add)
-        return write_gguf(path, tokenizer)
+        return write_gguf(path, tokenizer, **options)
 
 
 def packed_layers(model: Any) -> dict[str, QuantisedLinear]:
@@ -141,3 +143,37 @@ def test_a_packed_model_generates_what_its_expansion_does(tokenizer: Any, settin
         loaded = lookahead.load((model, own), config=settings)
         texts.append(loaded.generate("the quick brown fox", max_tokens=16).token_ids)
     assert texts[0] == texts[1]
+
+
+# Experts
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_the_experts_of_a_loaded_model_are_packed_again(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": kind}, mixture=True)
+    model, _, _ = load_pretrained(path, device="cpu", dtype="bfloat16")
+    before = copy.deepcopy(expert_matrices(model.model.layers[0].mlp.experts))
+    assert keep_packed(model, path) == 4 + 2 * 3
+    module = model.model.layers[0].mlp.experts
+    assert type(module) is QuantisedExperts
+    for found, expected in zip(expert_matrices(module), before, strict=True):
+        for expert in range(3):
+            equal = found.weight(expert, torch.bfloat16) == expected.weight(expert, torch.bfloat16)
+            assert equal.all() if kind != "Q4_1" else equal.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("kinds", [{"blk.0.ffn_up_exps": "Q8_0"}, {"blk.0.ffn_down_exps": "F32"}])
+def test_experts_of_several_types_stay_plain(kinds: dict[str, str], tokenizer: Any, tmp_path: Path) -> None:
+    path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": "Q4_0", **kinds}, mixture=True)
+    model, _, _ = load_pretrained(path, device="cpu", dtype="bfloat16")
+    assert keep_packed(model, path) == 4
+    assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 3
+
+
+def test_experts_that_are_not_the_files_stay_plain(tokenizer: Any, tmp_path: Path) -> None:
+    path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": "Q4_0"}, mixture=True)
+    model, _, _ = load_pretrained(path, device="cpu", dtype="bfloat16")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj.data[2] = experts.down_proj.data[1]
+    assert keep_packed(model, path) == 4
+    assert model.model.layers[0].mlp.experts is experts

@@ -1,9 +1,10 @@
-"""Quantise a model while it is loaded: `dtype='fp8'`, 'int8' or 'int4'.
+"""Quantise a model while it is loaded: `dtype='fp8'`, 'int8', 'int4' or 'mxfp4'.
 
-Weights are rounded to the nearest values of a format, without any calibration: those of the linear layers of the
-decoder blocks; embeddings, norms, the LM head and routers of experts keep the dtype of 'auto'. Each matrix goes to the
-device, is quantised there and replaces its module, one after the other, so that the device never holds the whole model
-as it was. On a CPU int8 also rounds activations and quantises the head: then the CPU backend multiplies integers.
+Weights are rounded to the nearest values of a format, without any calibration: those of the linear layers and the
+experts of the decoder blocks; embeddings, norms, the LM head and routers of experts keep the dtype of 'auto'. Each
+matrix goes to the device, is quantised there and replaces its module, one after the other, so that the device never
+holds the whole model as it was. On a CPU int8 also rounds activations and quantises the head: then the CPU backend
+multiplies integers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ import torch
 from lookahead.backends.support import input_device
 from lookahead.models.facts import UnsupportedModelError, kind_of, tensor_parallel_ranks
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
+from lookahead.models.quantised import MXFP4, Codes, Format, QuantisedLinear, quantise
+from lookahead.models.quantised_experts import NAMES, QuantisedExperts, is_experts, quantised_experts
 
-FORMATS = {"fp8": Format(Codes.E4M3, 0), "int8": Format(Codes.INT8, 0), "int4": Format(Codes.INT4, 128)}
-"""A `dtype` that quantises -> its format: a scale per row, or in int4 per 128 columns of a row."""
+FORMATS = {
+    "fp8": Format(Codes.E4M3, 0),
+    "int8": Format(Codes.INT8, 0),
+    "int4": Format(Codes.INT4, 128),
+    "mxfp4": MXFP4,
+}
+"""A `dtype` that quantises -> its format: a scale per row, or with four bits per 128 or 32 columns of a row."""
 CPU_INT8 = Format(Codes.INT8, 0, activations=Codes.INT8)
-ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """What modules that choose experts are called. They are small, and their rounding would change which experts run."""
 
 Log = Callable[[str], None]
@@ -54,18 +61,36 @@ def quantise_model(model: Any, dtype: str, device: torch.device, log: Log | None
             made[layer] = quantise(matrix.weight().to(device), format, matrix.bias())
             layer.register_parameter("weight", None)  # what it took makes room for the next one
         setattr(parent, name, made[layer].train(layer.training))
-    if not made:
+    matrices = len(made) + _quantise_experts(model, format, device)
+    if not matrices:
         raise ValueError(
             f"dtype={dtype!r}: {kind_of(model)} has no linear layers that can be quantised; leave dtype out"
         )
     if log is not None:
         own = str(model.dtype).removeprefix("torch.")
-        log(f"note: dtype={dtype!r} rounds the weights of {len(made)} matrices: texts differ from those in {own}")
+        log(f"note: dtype={dtype!r} rounds the weights of {matrices} matrices: texts differ from those in {own}")
+
+
+def _quantise_experts(model: Any, format: Format, device: torch.device) -> int:
+    """Replace the experts of the decoder's layers that can be quantised. Returns how many matrices they had."""
+    made: dict[torch.nn.Module, QuantisedExperts | None] = {}
+    for parent in list(decoder_layers(model).modules()):
+        for name, module in list(parent.named_children()):
+            if module not in made and is_experts(module):
+                made[module] = quantised_experts(module, format, device)
+            if (replacing := made.get(module)) is not None:
+                setattr(parent, name, replacing)
+    return sum(len(NAMES) * experts.num_experts for experts in made.values() if experts is not None)
 
 
 def linear_layers(model: Any, *, head: bool) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """The linear modules of the decoder's layers, and with `head` the LM head: parent, name in it, and module."""
-    found = [(parent, *child) for parent in decoder_layers(model).modules() for child in parent.named_children()]
+    """The linear modules of the decoder's layers, and with `head` the LM head: parent, name in it, and module.
+
+    Those of routers and in routers are left out.
+    """
+    layers = decoder_layers(model).named_modules()
+    inside = [parent for path, parent in layers if ROUTERS.isdisjoint(path.split("."))]
+    found = [(parent, *child) for parent in inside for child in parent.named_children()]
     if head:
         last = model.get_output_embeddings()
         found += [

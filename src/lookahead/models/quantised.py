@@ -201,24 +201,29 @@ class QuantisedLinear(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, 0, self.out_features, self.bias)
+
+    def product(self, x: torch.Tensor, start: int, stop: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + b of the rows of W from `start`, a multiple of `format.rows`, to `stop`; bias [stop - start]."""
         if self.format.activations is not None:
             x = rounded(x, self.format.activations)
         most, least = MOST_EXPANDED.get(x.device.type, 1 << 26), self.in_features * self.format.rows
         step = max(1, most // least) * self.format.rows
-        if step >= self.out_features:
-            return F.linear(x, self.dequantised(x.dtype), self.bias)
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        for first in range(0, self.out_features, step):
-            last = min(first + step, self.out_features)
-            bias = None if self.bias is None else self.bias[first:last]
-            out[..., first:last] = F.linear(x, self.dequantised_rows(first, last, x.dtype), bias)
+        if step >= stop - start:
+            return F.linear(x, self.dequantised_rows(start, stop, x.dtype), bias)
+        out = x.new_empty(*x.shape[:-1], stop - start)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            part = slice(first - start, last - start)
+            weight = self.dequantised_rows(first, last, x.dtype)
+            out[..., part] = F.linear(x, weight, None if bias is None else bias[part])
         return out
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format}"
 
 
-NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "fp4"}
+NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "mxfp4"}
 """What number formats are called."""
 
 
@@ -261,7 +266,7 @@ def nearest_e2m1(numbers: torch.Tensor) -> torch.Tensor:
     sizes = numbers.abs()
     steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
     sizes = ((sizes / steps).round() * steps).clamp(max=E2M1[-1])
-    found = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), sizes)
+    found = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), sizes.contiguous())
     return (found + 8 * (numbers < 0)).to(torch.uint8)
 
 

@@ -19,6 +19,7 @@ from lookahead.models import families
 from lookahead.models.facts import UnsupportedModelError, tensor_parallel_ranks
 from lookahead.models.patches import OWN, patch_of
 from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.quantised_experts import QuantisedExperts
 from lookahead.models.spec import Decoder
 
 Reader = Callable[[Any], Decoder]
@@ -65,7 +66,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 def _check_own(module: torch.nn.Module) -> None:
     """Refuse a module of another package: an adapter around the embedding, or remote code with a known class's name."""
     kind = type(module)
-    if kind is not QuantisedLinear and kind.__module__.partition(".")[0] not in OWN:
+    if kind not in (QuantisedLinear, QuantisedExperts) and kind.__module__.partition(".")[0] not in OWN:
         raise UnsupportedModelError(f"its {kind.__name__} is one of {kind.__module__}, not of transformers")
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
 from lookahead.models.matrix import ExpertMatrix, Matrix
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -277,6 +278,8 @@ def matrix(spec: Matrix, x: torch.Tensor) -> torch.Tensor:
 
 
 def expert_matrix(spec: ExpertMatrix, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] -> [rows, out], by one expert."""
+    """x [rows, in] -> [rows, out], by one expert. A quantised one may round x."""
     bias = None if spec.bias is None else spec.bias[expert].detach()
+    if isinstance(spec.weights, QuantisedLinear):
+        return spec.weights.product(x, expert * spec.shape[0], (expert + 1) * spec.shape[0], bias)
     return F.linear(x, spec.weight(expert, x.dtype), bias)

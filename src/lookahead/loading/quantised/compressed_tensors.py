@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lookahead.loading.quantised.eight_bits import fp8_weights, grouped, int8_weights
+from lookahead.loading.quantised.mxfp4 import mxfp4_weights
 from lookahead.loading.quantised.weights import (
     Reader,
     Tensors,
@@ -25,13 +26,11 @@ from lookahead.loading.quantised.weights import (
     check_dtype,
     check_size,
     integers,
-    nibbles_of,
     order_of,
     per_row,
     required,
     unpacked_words,
 )
-from lookahead.models.quantised import Codes, Format, packed
 
 ALLOWED = {
     ("pack-quantized", "int"): (4, 8),
@@ -150,11 +149,3 @@ def packed_weights(bits: int, group: int, asymmetric: bool, tensors: Tensors, sh
     if index is not None and (index >= 0).all():  # -1: not in use
         order = order_of(index, width, group)
     return integers(unpacked_words(bytes_of(words), bits)[:, :width], bits, group, scales, zeros, order)
-
-
-def mxfp4_weights(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int]) -> Weights:
-    """FP4 numbers, two per byte, and per 32 columns a power of two."""
-    check_dtype("weight_packed", codes, torch.uint8)
-    check_dtype("weight_scale", scale, torch.uint8, torch.float8_e8m0fnu)
-    check_size("weight_packed", codes, shape[0], shape[1] // 2)
-    return Weights(Format(Codes.E2M1, 32), packed(nibbles_of(codes)), grouped(scale.view(torch.uint8), *shape, 32))

@@ -1,11 +1,13 @@
 """Matrices of a GGUF file as they are in its blocks, for models that transformers has loaded from it.
 
 transformers expands all blocks. For some architectures it also puts the rows of q and k in another order, so a matrix
-is replaced only if its expansion is the loaded one, in the file's order of rows or in that of rotary halves.
+is replaced only if its expansion is the loaded one, in the file's order of rows or in that of rotary halves. Experts
+are if all of a layer are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from typing import Any
 import torch
 
 from lookahead.loading.quantised.weights import Weights
-from lookahead.models.quantised import Codes, Format, packed
+from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed
+from lookahead.models.quantised_experts import QuantisedExperts, is_experts, stacked
 
 SAME = 0.999
 """The share of weights that must be equal in the model's dtype. Expansions may differ in the last bit of fp32."""
@@ -21,10 +24,10 @@ SAME = 0.999
 
 @torch.no_grad()
 def keep_packed(model: Any, path: Path) -> int:
-    """Replace linear layers whose matrices are quantised in the file by `QuantisedLinear`. Returns their number.
+    """Replace linear layers and experts whose matrices are quantised in the file. Returns the number of matrices.
 
     Others stay as transformers loaded them: of other types of blocks, tied to the embedding, or with rows in an order
-    that is not known.
+    that is not known; and experts whose gates and ups are of different types.
     """
     from gguf import GGUFReader
 
@@ -44,7 +47,44 @@ def keep_packed(model: Any, path: Path) -> int:
         if linear is not None:
             model.set_submodule(name, linear)
             kept += 1
+    for name, module in list(model.named_modules()):
+        if is_experts(module) and (experts := packed_experts(name, module, stored)) is not None:
+            model.set_submodule(name, experts)
+            kept += len(EXPERTS) * experts.num_experts
     return kept
+
+
+EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+"""A matrix of experts in the model -> its parts in a file, `blk.N.ffn_..._exps` [experts, out, in]."""
+
+
+def packed_experts(name: str, module: Any, stored: dict[str, Any]) -> QuantisedExperts | None:
+    """The experts of a layer from their blocks; None if these are of unknown types, or not what the module has."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    if layer is None or not module.is_concatenated:
+        return None
+    made = []
+    for own, parts in EXPERTS.items():
+        tensors = [stored.get(f"blk.{layer[1]}.ffn_{part}_exps.weight") for part in parts]
+        if any(tensor is None or tensor.tensor_type.name not in BLOCKS for tensor in tensors):
+            return None
+        linears = expert_parts(tensors, getattr(module, own).detach())
+        try:
+            made.append(stacked(linears, module.num_experts * len(parts)))
+        except ValueError:  # of several types, or not the same
+            return None
+    return QuantisedExperts(module, made[0], made[1])
+
+
+def expert_parts(tensors: list[Any], weights: torch.Tensor) -> Iterator[QuantisedLinear]:
+    """The parts of each expert of W [experts, out, in]. Raises ValueError if they are not the same."""
+    for expert, whole in enumerate(weights):
+        for tensor, weight in zip(tensors, whole.chunk(len(tensors)), strict=True):
+            data = torch.from_numpy(tensor.data[expert].copy())
+            linear = BLOCKS[tensor.tensor_type.name](data).linear(None, weights.dtype)
+            if not is_same(linear.weight.to(weight.device), weight):
+                raise ValueError(f"{tensor.name} is not what was loaded")
+            yield linear
 
 
 def names_in(model: Any, architecture: str) -> Iterator[tuple[str, str]]:

@@ -9,11 +9,12 @@ from lookahead.loading.quantised.awq import awq_reader
 from lookahead.loading.quantised.compressed_tensors import compressed_reader
 from lookahead.loading.quantised.eight_bits import fp8_reader
 from lookahead.loading.quantised.gptq import gptq_reader
+from lookahead.loading.quantised.mxfp4 import mxfp4_reader
 from lookahead.loading.quantised.weights import Reader
 
 SUPPORTED = (
     "FP8 (fp8, fbgemm_fp8, modelopt), AWQ (gemm), GPTQ (4 bits; 8 symmetric), compressed-tensors (pack-, int-, float-, "
-    "naive-quantized, mxfp4-pack-quantized) and GGUF files"
+    "naive-quantized, mxfp4-pack-quantized), MXFP4 (gpt-oss) and GGUF files"
 )
 
 
@@ -34,7 +35,7 @@ def reader_of(config: Mapping[str, Any]) -> Reader:
         if method == "compressed-tensors":
             return compressed_reader(config)
         if method == "mxfp4":
-            raise ValueError("MXFP4 of a mixture of experts")
+            return mxfp4_reader()
         raise ValueError(f"quant_method {method!r}")
     except ValueError as error:
         raise ValueError(

@@ -8,10 +8,8 @@ at the end reads these layers' tensors itself, as they are in the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lookahead.loading.quantised.experts import AwaitedExperts, ExpertsReader, StoredExperts, grouped_experts
 from lookahead.loading.quantised.methods import method_of, reader_of
-from lookahead.loading.quantised.weights import UNUSED, Reader
+from lookahead.loading.quantised.stored import StoredLayer, stored_layers
+from lookahead.loading.quantised.weights import Reader, Tensors, naming, read_layer
 from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.quantised_experts import is_experts
 
 METHOD = "lookahead"
 """The name of our quantizer in transformers."""
@@ -57,17 +58,9 @@ class StoredConfig(QuantizationConfigMixin):
         self.quant_method, self.given, self.device = quant_method, given, device
 
 
-@dataclass
-class StoredLayer:
-    """A linear layer in the files: its name there, and the file of each of its tensors, by the tensor's last name."""
-
-    name: str
-    files: dict[str, str] = field(default_factory=dict)
-
-
 @register_quantizer(METHOD)
 class StoredQuantizer(HfQuantizer):
-    """Makes the linear layers that are quantised in the files `QuantisedLinear`. Others stay as they are."""
+    """Makes what is quantised in the files `QuantisedLinear` and `QuantisedExperts`. Other modules stay as they are."""
 
     requires_calibration = True
 
@@ -75,6 +68,7 @@ class StoredQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.given, self.device = quantization_config.given, quantization_config.device
         self.layers: dict[str, StoredLayer] = {}
+        self.experts: dict[str, StoredExperts] = {}
 
     @property
     def reader(self) -> Reader:
@@ -92,37 +86,64 @@ class StoredQuantizer(HfQuantizer):
         return dtype if dtype is None or dtype.itemsize > 1 else torch.bfloat16
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
-        reader, modules = self.reader, dict(model.named_modules())
-        for name, layer in model_names(model, stored_layers(list(checkpoint_files or []), reader)):
-            module = modules.get(name)
-            if module is None:
-                continue  # as transformers does with tensors that the model has no use for
-            if type(module) is not torch.nn.Linear and type(module).__name__ != "FalconLinear":
-                raise ValueError(f"{layer.name} is quantised, and no linear layer but a {type(module).__name__}")
-            self.layers[name] = layer
-            model.set_submodule(name, Awaited(module))
-            if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
-                model.config.tie_word_embeddings = False  # the files have a head of its own
-        if not self.layers:
+        stored, name_of = stored_layers(list(checkpoint_files or []), self.reader), model_names(model)
+        experts = self._await_experts(model, grouped_experts(stored), name_of)
+        self._await_layers(model, [layer for layer in stored if layer.name not in experts], name_of)
+        if not self.layers and not self.experts:
             raise ValueError(f"its config says that it is quantised ({method_of(self.given)}), but its files are not")
-        pattern = "|".join(re.escape(name) for name in self.layers)
+        pattern = "|".join(re.escape(name) for name in (*self.layers, *self.experts))
         ignored = model._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_unexpected = {*(ignored or ()), rf"^(?:{pattern})\."}
         return model
 
+    def _await_experts(self, model: Any, found: dict[str, StoredExperts], name_of: Callable[[str], str]) -> set[str]:
+        """Replace the modules of these experts. Returns the names of all layers that are theirs."""
+        modules, theirs = dict(model.named_modules()), set()
+        for stored in found.values():
+            name = name_of(f"{stored.name}.down_proj").removesuffix(".down_proj")
+            module = modules.get(name)
+            if module is None or isinstance(module, torch.nn.ModuleList):
+                continue
+            if not is_experts(module):
+                raise ValueError(f"{stored.name} is quantised, and a {type(module).__name__} is not supported")
+            self.experts[name] = stored
+            model.set_submodule(name, AwaitedExperts(module))
+            theirs |= {layer.name for layer in stored.layers.values()}
+        return theirs
+
+    def _await_layers(self, model: Any, stored: list[StoredLayer], name_of: Callable[[str], str]) -> None:
+        """Replace the modules of these linear layers."""
+        modules, weights = dict(model.named_modules()), model.state_dict()
+        for layer in stored:
+            key = name_of(f"{layer.name}.weight")
+            name = key.removesuffix(".weight")
+            module = modules.get(name)
+            if module is None and key not in weights:
+                continue  # as transformers does with tensors that the model has no use for
+            if module is None or (type(module) is not torch.nn.Linear and type(module).__name__ != "FalconLinear"):
+                kind = "one of several in a tensor" if module is None else f"a {type(module).__name__}"
+                raise ValueError(f"{layer.name} is quantised, and no linear layer but {kind}")
+            self.layers[name] = layer
+            model.set_submodule(name, Awaited(module))
+            if model.all_tied_weights_keys.pop(key, None) is not None:
+                model.config.tie_word_embeddings = False  # the files have a head of its own
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         dtype: torch.dtype = model.config.dtype
-        reader = self.reader
         with ExitStack() as stack:
-            names = {file for layer in self.layers.values() for file in layer.files.values()}
-            files = {file: stack.enter_context(safe_open(file, framework="pt")) for file in names}
+            opened: dict[str, Any] = {}
+
+            def tensors_of(layer: StoredLayer) -> dict[str, torch.Tensor]:
+                for file in {file for file, _ in layer.tensors.values()} - opened.keys():
+                    opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                return {local: opened[file].get_tensor(key) for local, (file, key) in layer.tensors.items()}
+
             for name, layer in self.layers.items():
-                tensors = {one: files[file].get_tensor(f"{layer.name}.{one}") for one, file in layer.files.items()}
-                try:
-                    linear = self._read(reader, layer.name, tensors, model.get_submodule(name), dtype)
-                except ValueError as error:
-                    raise ValueError(f"{layer.name} cannot be read: {error}") from error
+                linear = self._read(layer.name, tensors_of(layer), model.get_submodule(name), dtype)
                 model.set_submodule(name, linear)
+            reader = ExpertsReader(self.reader, tensors_of, self.device, dtype)
+            for name, stored in self.experts.items():
+                model.set_submodule(name, reader.read(stored, model.get_submodule(name).awaited[0]))
         # transformers 5.17 keeps the files' dtype of tensors whose names it changes.
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dtype not in (dtype, torch.float32):
@@ -130,23 +151,12 @@ class StoredQuantizer(HfQuantizer):
         model.config.quantization_config = self.given
         return model
 
-    def _read(
-        self, reader: Reader, name: str, tensors: dict[str, torch.Tensor], awaited: Any, dtype: torch.dtype
-    ) -> QuantisedLinear:
+    def _read(self, name: str, tensors: Tensors, awaited: Any, dtype: torch.dtype) -> QuantisedLinear:
         """The layer of these tensors, which are mapped, not read. Its bias stays where the other parameters are."""
-        bias = tensors.pop("bias", None)
-        strange = sorted(tensors.keys() - reader.known - UNUSED)
-        if strange:
-            raise ValueError(f"it has a {strange[0]}, whose meaning is not known")
-        if bias is None and awaited.bias is not None:
-            raise ValueError("it has no bias")
-        if bias is not None and awaited.bias is None and not bias.any():
-            bias = None  # GPTQ's files have a bias for every layer
-        own = {local: tensor.to(self.device) for local, tensor in tensors.items()}
-        linear = reader.read(name, own, awaited.shape).linear(bias, dtype)
-        if (linear.out_features, linear.in_features) != awaited.shape:
-            raise ValueError(f"it is {linear.out_features} x {linear.in_features}, and the model's {awaited.shape}")
-        return linear
+        biased = awaited.bias is not None
+        with naming(name):
+            weights, bias = read_layer(self.reader, name, tensors, awaited.shape, biased=biased, device=self.device)
+            return weights.linear(bias, dtype)
 
 
 class Awaited(torch.nn.Module):
@@ -169,35 +179,14 @@ def initialised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def stored_layers(files: list[str], reader: Reader) -> list[StoredLayer]:
-    """The layers in these files that are quantised, by the names of their tensors."""
-    found: dict[str, StoredLayer] = {}
-    narrow = set()
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise ValueError(f"its weights are in {Path(file).name}; quantised ones are read from safetensors only")
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (it is no dict)
-                name, _, local = key.rpartition(".")
-                found.setdefault(name, StoredLayer(name)).files[local] = file
-                if opened.get_slice(key).get_dtype().startswith("F8_E"):
-                    narrow.add(name)
-    layers = {name: layer for name, layer in found.items() if reader.marks & layer.files.keys()}
-    if unscaled := sorted(narrow - layers.keys()):
-        raise ValueError(f"{unscaled[0]} has weights in FP8 without scales")
-    return list(layers.values())
-
-
-def model_names(model: Any, layers: list[StoredLayer]) -> Iterator[tuple[str, StoredLayer]]:
-    """Each layer with its name in the model, which for some classes is another one than in the files."""
+def model_names(model: Any) -> Callable[[str], str]:
+    """Gives the name in the model of a tensor in the files, which for some classes is another one."""
     weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    for layer in layers:
-        key, converted = rename_source_key(
-            f"{layer.name}.weight", renamings, converters, model.base_model_prefix, weights
-        )
-        if converted is not None or "experts" in layer.name.split("."):
-            raise ValueError(f"{layer.name} is quantised and part of a mixture of experts, which is not supported")
-        yield key.removesuffix(".weight"), layer
+
+    def name_of(key: str) -> str:
+        return str(rename_source_key(key, renamings, converters, model.base_model_prefix, weights)[0])
+
+    return name_of

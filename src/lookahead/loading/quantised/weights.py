@@ -5,7 +5,8 @@ A word is an int32 of a checkpoint, with 8 nibbles or 4 bytes, the first one low
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,44 @@ UNUSED = frozenset({
     "output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale",
 })  # fmt: skip
 """Tensors that belong to rounded activations or a quantised K/V cache. Here both stay in the model's dtype."""
+
+
+class UnreadableError(ValueError):
+    """A layer that cannot be read; the message names it."""
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """A ValueError inside becomes one that names this layer, unless it names one."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        raise UnreadableError(f"{layer} cannot be read: {error}") from error
+
+
+def read_layer(
+    reader: Reader, name: str, tensors: Tensors, shape: tuple[int, int], *, biased: bool, device: str
+) -> tuple[Weights, torch.Tensor | None]:
+    """The weights of a layer's tensors, and its bias, which is not moved to the device. `biased`: the model has one.
+
+    Raises ValueError for what cannot be read.
+    """
+    bias = tensors.get("bias")
+    own = {local: tensor for local, tensor in tensors.items() if local != "bias"}
+    strange = sorted(own.keys() - reader.known - UNUSED)
+    if strange:
+        raise ValueError(f"it has a {strange[0]}, whose meaning is not known")
+    if biased and bias is None:
+        raise ValueError("it has no bias")
+    if not biased and bias is not None and not bias.any():
+        bias = None  # GPTQ's files have a bias for every layer
+    weights = reader.read(name, {local: tensor.to(device) for local, tensor in own.items()}, shape)
+    found = len(weights.codes), weights.codes.shape[1] * 8 // weights.format.codes.bits
+    if found != shape:
+        raise ValueError(f"it is {found[0]} x {found[1]}, and the model's {shape}")
+    return weights, bias
 
 
 def required(tensors: Tensors, name: str) -> torch.Tensor:
