@@ -194,7 +194,8 @@ class Run:
 
         Where steps are captured, and there are no experts, one of the whole budget costs little more than one of a
         token, so that nothing is measured and no clock decides. Neither does one for the ranks of a tensor-parallel
-        model: each would judge by its own, and wait for the others for ever. Elsewhere a curve is measured quickly, and the budget is guarded.
+        model: each would judge by its own, and wait for the others for ever. Elsewhere a curve is measured quickly,
+        and the budget is guarded.
         """
         capabilities = self.backend.capabilities
         if capabilities.row_sizes and not capabilities.experts:
