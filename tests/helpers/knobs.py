@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from described import HIDDEN, VOCABULARY, Angles
 
-from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import Matrix
 from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
@@ -76,7 +76,7 @@ class Maker:
         return FeedForward(up, self.matrix(HIDDEN, width=INNER, bias=bias), gated=gated, **changes)
 
     def block(
-        self, attention: Attention | None = None, feed_forward: FeedForward | None = None, **changes: Any
+        self, attention: Attention | None = None, feed_forward: FeedForward | MoE | None = None, **changes: Any
     ) -> Block:
         fields = {
             "attention_norm": self.norm(),
@@ -202,6 +202,7 @@ KNOBS: dict[str, Callable[[Maker], Decoder]] = {
             constants=(0.8, 0.6, 0.5, -1e-6) if activation is Activation.XIELU else (),
         )
         for activation in Activation
+        if activation is not Activation.CLAMPED  # of experts: see `mixture_knobs`
         for gated in (True, False)
     },
     # positions

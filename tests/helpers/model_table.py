@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from model_table_experts import EXPERT_ROWS
 from model_table_gpt import GPT_ROWS
 from model_table_more import MORE_ROWS
 from tiny import tiny
@@ -95,11 +96,17 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     *GPT_ROWS,
     *MORE_ROWS,
+    *EXPERT_ROWS,
 ]
 """(name, family, changes to the config of `tiny`)"""
 
 FIRST_ROWS = list({family: name for name, family, _ in reversed(ROWS)}.values())[::-1]
 """The first row of each family."""
+
+DENSE = [name for name, _, _ in ROWS if name not in {row[0] for row in EXPERT_ROWS}]
+"""The rows of models without experts."""
+GRAPH = [name for name, family, _ in ROWS if family != "Afmoe"]
+"""The rows that the graph backend runs."""
 
 ROUNDING = 1e-5
 """`error` of two ways to compute the same logits in fp32 stays below this (6e-7 measured)."""

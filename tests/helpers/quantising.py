@@ -10,12 +10,18 @@ import numpy as np
 import torch
 
 from lookahead.loading.formats import CPU_INT8
-from lookahead.models.matrix import Matrix
+from lookahead.models.feed_forward import Router
+from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed, quantise
 
 
 def quantised(part: Any, format: Format = CPU_INT8) -> Any:
-    """A description, or a part of one, with all matrices rounded to this format."""
+    """A description, or a part of one, with all matrices rounded to this format, but those of routers."""
+    if isinstance(part, Router):
+        return part
+    if isinstance(part, ExpertMatrix):
+        rows = torch.cat([part.weight(expert, torch.float32) for expert in range(part.experts)])
+        return ExpertMatrix(quantise(rows, format), part.experts, part.bias)
     if isinstance(part, Matrix):
         pieces = [Matrix((one,), part.transposed) for one in part.parts]
         return Matrix(tuple(quantise(one.weight(), format, one.bias()) for one in pieces), part.transposed)

@@ -69,9 +69,13 @@ def _make(kind: str, seed: int, stirred: bool, changes: dict[str, Any]) -> Any:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
         elif stirred and name.endswith(("bias", "sinks", "alpha_p", "alpha_n")):
             parameter.data.normal_(0, 0.5, generator=generator)
+        elif stirred and not parameter.any():  # AFMoE's routers
+            parameter.data.normal_(0, TINY["initializer_range"], generator=generator)
     for name, buffer in model.named_buffers():
         if stirred and name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5, generator=generator)
+        elif stirred and name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2, generator=generator)
     return model
 
 

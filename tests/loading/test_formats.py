@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from marks import slow_but
-from model_table import FIRST_ROWS, ROWS, build
+from model_table import DENSE, FIRST_ROWS, build
 from quantising import int8_by_hand
 from tiny import tiny
 from tiny_gguf import write_gguf
@@ -46,7 +46,7 @@ def saved(make_model: Callable[..., Any], tokenizer: Any, tmp_path_factory: pyte
 # Which layers
 
 
-@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
+@pytest.mark.parametrize("name", slow_but(DENSE, *(set(DENSE) & set(FIRST_ROWS))))
 def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
     """For every class with a reader. A tied head is quantised without the embedding, and only where it is asked for."""
     model = build(name)
@@ -59,7 +59,7 @@ def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
+@pytest.mark.parametrize("name", slow_but(DENSE, *(set(DENSE) & set(FIRST_ROWS))))
 def test_every_class_with_a_reader_has_one_when_it_is_quantised(name: str, dtype: str) -> None:
     model = build(name)
     quantise_model(model, dtype, CPU)
@@ -204,12 +204,16 @@ def test_a_model_that_is_loaded_is_not_changed(
 
 
 def test_a_model_without_a_reader_is_quantised_too(settings: LookaheadConfig, tokenizer: Any) -> None:
-    model = tiny("Mixtral", vocab_size=len(tokenizer), num_local_experts=4, num_experts_per_tok=2)
+    ranks = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
+    widths = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+    model = tiny(
+        "DeepseekV3", vocab_size=len(tokenizer), num_key_value_heads=4, first_k_dense_replace=2, **ranks, **widths
+    )
     lines: list[str] = []
     lm = lookahead.load((model, tokenizer), dtype="fp8", config=settings, log=lines.append)
     assert type(lm.backend) is EagerBackend
-    assert isinstance(lm.model.model.layers[0].self_attn.q_proj, QuantisedLinear)
-    assert any("the eager backend runs it" in line for line in lines)
+    assert isinstance(lm.model.model.layers[0].self_attn.o_proj, QuantisedLinear)
+    assert any("which compresses its K/V (MLA)" in line and "the eager backend runs it" in line for line in lines)
     tokens = [
         lm.generate([3, 4, 5], max_tokens=12, method=method).token_ids for method in ("lookahead", "autoregressive")
     ]

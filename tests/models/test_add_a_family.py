@@ -13,8 +13,8 @@ from tiny import VOCABULARY, tiny
 
 from lookahead.models import reference
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.feed_forward import FeedForward
-from lookahead.models.matrix import Matrix
+from lookahead.models.feed_forward import FeedForward, MoE, Router
+from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
 
 PAGE = (Path(__file__).parents[2] / "docs" / "development.md").read_text(encoding="utf-8")
@@ -38,7 +38,9 @@ def test_the_example_of_the_docs() -> None:
     assert f"the graph backend does not run this model: {refused.value}" in PAGE
 
 
-@pytest.mark.parametrize("part", [Decoder, Block, Attention, FeedForward, Norm, Rope, Matrix])
+@pytest.mark.parametrize(
+    "part", [Decoder, Block, Attention, FeedForward, MoE, Router, Norm, Rope, Matrix, ExpertMatrix]
+)
 def test_the_docs_name_every_field(part: type) -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{part.__name__}.")]
     assert rows

@@ -14,6 +14,8 @@ from tiny import tiny
 from torch import nn
 
 from lookahead.models.facts import UnsupportedModelError, position_limit
+from lookahead.models.quantised import Codes, Format
+from lookahead.models.quantised_experts import quantised_experts
 from lookahead.models.read import read, readers
 from lookahead.models.spec import Rope
 
@@ -50,7 +52,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4",
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     ),
-    "Granite experts": ("granite-hybrid", {"num_local_experts": 2}),
+    "clipped behind norms": ("olmoe", {"clip_qkv": 0.5}),
+    "least sum": ("ernie-moe", {"moe_norm_min": 0.1}),
     "Mamba layers": ("granite-hybrid", {"layer_types": ["full_attention", "linear_attention"]}),
 }
 """Why -> a row of the table, and changes with which its reader refuses it."""
@@ -108,7 +111,8 @@ def broken(reason: str) -> Any:
         ("encoder", "its attention is bidirectional"),
         ("embeddings of layers", "its layers have embeddings of their own"),
         ("Gemma experts", "it has experts"),
-        ("Granite experts", "it has experts"),
+        ("clipped behind norms", "it clips queries and keys behind their norms"),
+        ("least sum", "it divides its router's weights by 0.1 or more"),
         ("Mamba layers", "it has Mamba layers"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),
@@ -153,6 +157,40 @@ def test_reads_without_copying() -> None:
     assert attention.q_norm is not None
     assert attention.q_norm.weight.data_ptr() == layer.q_norm.weight.data_ptr()
     assert description.blocks[0].attention.rope is attention.rope  # layers that turn alike share one object
+
+
+@pytest.mark.parametrize(("row", "router"), [("hunyuan-moe", "gate.wg"), ("ernie-moe", "gate")])
+def test_routers_may_stay_in_fp32(row: str, router: str) -> None:
+    """As `from_pretrained` leaves those of these classes; no other weight may."""
+    model = build(row).to(torch.bfloat16)
+    model.model.layers[1].mlp.get_submodule(router).float()
+    assert read(model, "some").blocks[1].feed_forward.router.logits.weight().dtype is torch.float32
+    model.model.layers[1].mlp.experts.float()
+    with pytest.raises(UnsupportedModelError, match="its weights have several dtypes or devices"):
+        read(model, "some")
+
+
+def test_experts_are_read_without_copying() -> None:
+    for row in ("qwen3-moe", "gpt-oss"):
+        model = build(row)
+        mixture, experts = read(model, "some").blocks[1].feed_forward, model.model.layers[1].mlp.experts
+        assert mixture.gate_up.weights.data_ptr() == experts.gate_up_proj.data_ptr()
+        assert mixture.down.weights.data_ptr() == experts.down_proj.data_ptr()
+
+
+@pytest.mark.parametrize("row", ["mixtral", "gpt-oss"])
+def test_quantised_experts_are_read_as_one_layer_of_their_rows(row: str) -> None:
+    """Whatever order the class stores its plain tensors in."""
+    model = build(row)
+    plain = read(model, "some").blocks[1].feed_forward
+    block, format = model.model.layers[1].mlp, Format(Codes.E2M1, group=32)
+    block.experts = quantised_experts(block.experts, format, torch.device("cpu"))
+    found = read(model, "some").blocks[1].feed_forward
+    for quantised, matrix in ((found.gate_up, plain.gate_up), (found.down, plain.down)):
+        assert quantised.format == format
+        assert quantised.shape == matrix.shape
+        own, other = (one.weight(3, torch.float32) for one in (quantised, matrix))
+        assert torch.corrcoef(torch.stack([own.flatten(), other.flatten()]))[0, 1] > 0.95
 
 
 # Windows that a config names and its class does not use

@@ -15,7 +15,7 @@ from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
 from lookahead.models.families import multimodal
-from lookahead.models.feed_forward import Activation
+from lookahead.models.feed_forward import Activation, Scoring
 from lookahead.models.matrix import Matrix
 from lookahead.models.read import read, readers
 from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
@@ -80,6 +80,10 @@ def test_every_path_of_a_tree_is_plain_text(name: str) -> None:
         ("glm", "glm-whole-heads"),
         ("hunyuan-alpha", "hunyuan"),
         ("ministral3-window", "ministral3"),
+        ("gpt-oss-yarn", "gpt-oss"),
+        ("qwen2-moe-normalised", "qwen2-moe"),
+        ("glm4-moe-plain-weights", "glm4-moe"),
+        ("phimoe-longrope", "phimoe"),
     ],
 )
 def test_what_a_row_changes_matters(name: str, plain: str) -> None:
@@ -105,6 +109,18 @@ def test_a_rotary_module_that_has_seen_a_long_text() -> None:
     long = stock_logits(model, TOKENS * 8)
     assert error(long[: len(TOKENS)], expected) > 1e-3  # so the factors did change
     assert error(reference.forward(read(model, "reference"), TOKENS), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("limit", [0.7, 7.0])
+def test_gates_are_clamped_where_the_module_clamps(limit: float) -> None:
+    """Few numbers of a tiny model are beyond the limit of gpt-oss; older configs have no field for it."""
+    model = build("gpt-oss")
+    before = stock_logits(model, TOKENS)
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = limit
+    after = stock_logits(model, TOKENS)
+    assert (error(after, before) > 1e-2) is (limit < 1)
+    assert error(reference.forward(read(model, "reference"), TOKENS), after) < ROUNDING
 
 
 # Layers that differ
@@ -161,6 +177,10 @@ def in_rope(**changes: Any) -> Callable[[Block], Block]:
 
 def in_feed_forward(**changes: Any) -> Callable[[Block], Block]:
     return lambda block: replace(block, feed_forward=replace(block.feed_forward, **changes))
+
+
+def in_router(**changes: Any) -> Callable[[Block], Block]:
+    return lambda block: in_feed_forward(router=replace(block.feed_forward.router, **changes))(block)
 
 
 def rescaled(block: Block) -> Block:
@@ -253,6 +273,24 @@ MISTAKES: list[tuple[str, str, Callable[[Block], Block]]] = [
     ("no query scale", "ministral3", in_attention(query_scale=None)),
     ("norms before the rotation", "hunyuan", in_attention(norms_after_rope=False)),
     ("another activation", "arcee", in_feed_forward(activation=Activation.RELU)),
+    ("no output gate", "afmoe", in_attention(output_gate=None)),
+    ("fewer experts", "mixtral", in_router(top_k=1)),
+    ("weights as they are", "qwen3-moe", in_router(normalised=False)),
+    ("weights with sum 1", "qwen2-moe", in_router(normalised=True)),
+    ("sum 1 over all experts", "gpt-oss", in_router(scoring=Scoring.SOFTMAX)),
+    ("softmax, not sigmoids", "minimax-m2", in_router(scoring=Scoring.SOFTMAX)),
+    ("no bias of the choice", "minimax-m2", in_router(choice_bias=None)),
+    ("no groups", "glm4-moe-groups", in_router(groups=1, kept_groups=1)),
+    ("more groups", "glm4-moe-groups", in_router(kept_groups=3)),
+    ("groups by their best", "glm4-moe-groups", in_router(group_best=1)),
+    ("no scale", "glm4-moe-groups", in_router(scale=1.0)),
+    ("other noise", "phimoe-jitter", in_router(jitter=0.01)),
+    ("no mixer", "phimoe-jitter", in_router(scoring=Scoring.CHOSEN)),
+    ("gate and up one after another", "gpt-oss", in_feed_forward(alternate=False)),
+    ("no biases of experts", "gpt-oss", lambda b: in_feed_forward(down=replace(b.feed_forward.down, bias=None))(b)),
+    ("another factor", "gpt-oss", in_feed_forward(constants=(7.0, 1.6))),
+    ("no shared expert", "glm4-moe-groups", in_feed_forward(shared=None)),
+    ("no gate of the shared expert", "qwen2-moe", in_feed_forward(shared_gate=None)),
     ("another constant", "apertus", lambda b: in_feed_forward(constants=(0.9, *b.feed_forward.constants[1:]))(b)),
 ]
 

@@ -114,7 +114,9 @@ WINDOWLESS = frozenset({
     "moshi", "llama", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "cohere", "seed_oss", "helium",
     "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2", "hyperclovax", "phi", "nemotron",
     "stablelm", "gpt_neox", "gpt_neox_japanese", "persimmon", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj",
-    "codegen", "opt", "xglm", "biogpt", "ctrl", "emu3_text_model",
+    "codegen", "opt", "xglm", "biogpt", "ctrl", "emu3_text_model", "olmoe", "flex_olmo", "granitemoe",
+    "granitemoeshared", "granitemoehybrid", "glm4_moe", "glm4v_moe_text", "solar_open", "hy_v3", "ernie4_5_moe",
+    "hunyuan_v1_moe", "minimax_m2", "qwen3_vl_moe_text",
 })  # fmt: skip
 """Types of models whose attention has no window, whatever their config says."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError, rope_limit
-from lookahead.models.feed_forward import Activation, FeedForward
+from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.spec import Attention, Decoder, Norm, Rope
@@ -35,6 +35,8 @@ class CausalLM:
 
 NormReader = Callable[[Any], Norm]
 """Reads the norm modules of a class."""
+FeedForwardReader = Callable[[Any], FeedForward | MoE]
+"""Reads the feed-forward of a class's layers."""
 
 
 def read_norm(module: Any, **changes: Any) -> Norm:

@@ -87,14 +87,16 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 
 def expert_matrices(module: Any) -> tuple[ExpertMatrix, ExpertMatrix]:
-    """(gate_up, down) of an experts module, plain or quantised. Its `is_concatenated` says how gate and up lie."""
+    """(gate_up, down) of an experts module, plain or quantised. Its `is_concatenated` says how gate and up lie.
+
+    Plain weights are the parameters themselves, not views: a backend may lay them out anew in the model.
+    """
     if not is_experts(module):
         raise UnsupportedModelError(f"a {type(module).__name__} is no stack of gated experts")
 
     def matrix(name: str) -> ExpertMatrix:
         weights, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-        own = weights if isinstance(weights, QuantisedLinear) else weights.detach()
-        return ExpertMatrix(own, module.num_experts, None if bias is None else bias.detach(), module.is_transposed)
+        return ExpertMatrix(weights, module.num_experts, None if bias is None else bias.detach(), module.is_transposed)
 
     return matrix("gate_up_proj"), matrix("down_proj")
 

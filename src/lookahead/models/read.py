@@ -20,7 +20,7 @@ from lookahead.models.facts import UnsupportedModelError, tensor_parallel_ranks
 from lookahead.models.patches import OWN, patch_of
 from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.quantised_experts import QuantisedExperts
-from lookahead.models.spec import Decoder
+from lookahead.models.spec import Decoder, router_tensors_in
 
 Reader = Callable[[Any], Decoder]
 
@@ -42,6 +42,7 @@ def read(model: Any, backend: str) -> Decoder:
         _check_own(model)
         _check_unmodified(model)
         description = readers()[name](model)
+        _check_dtypes(model, description)
         for module in model.modules():  # after the reader, whose errors about matrices are more precise
             _check_own(module)
         return description
@@ -52,10 +53,10 @@ def read(model: Any, backend: str) -> Decoder:
 def _why_unread(model: Any) -> str:
     """Why a class has no reader, if its config shows a reason."""
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None):
+        return ", which compresses its K/V (MLA)"
     if any(getattr(config, name, None) for name in EXPERTS):
         return ", a mixture of experts"
-    if getattr(config, "kv_lora_rank", None):
-        return ", which compresses its K/V"
     return ", which attends to an encoder" if getattr(config, "add_cross_attention", False) else ""
 
 
@@ -81,5 +82,15 @@ def _check_unmodified(model: Any) -> None:
     plain = all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
     if not plain or tensor_parallel_ranks(model) > 1:
         raise UnsupportedModelError("its weights are quantised or split between processes")
-    if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
+
+
+def _check_dtypes(model: Any, description: Decoder) -> None:
+    """Refuse a model whose weights have several dtypes or devices. Those of routers, which compute in fp32, may be in
+    fp32 in any model: some classes keep them so."""
+    routers = {tensor.untyped_storage().data_ptr() for tensor in router_tensors_in(description)}
+    kinds = set()
+    for parameter in model.parameters():
+        free = parameter.dtype is torch.float32 and parameter.untyped_storage().data_ptr() in routers
+        kinds.add((None if free else parameter.dtype, parameter.device))
+    if len({dtype for dtype, _ in kinds} - {None}) > 1 or len({device for _, device in kinds}) > 1:
         raise UnsupportedModelError("its weights have several dtypes or devices")

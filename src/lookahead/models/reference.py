@@ -129,7 +129,10 @@ def attention(spec: Attention, x: torch.Tensor, rows: Rows, shared: KeysValues, 
         scores = torch.cat([scores, spec.sinks[:, None, None].expand(-1, len(x), 1)], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(x.dtype)[..., : len(x)]
     # 4. Concatenate the heads' outputs.
-    return matrix(spec.out, torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
+    attended = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+    if spec.output_gate is not None:
+        attended = attended * torch.sigmoid(matrix(spec.output_gate, x))
+    return matrix(spec.out, attended)
 
 
 def place_heads(spec: Attention, own: Norm | None, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

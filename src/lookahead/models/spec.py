@@ -15,7 +15,7 @@ import torch
 
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import FeedForward, MoE
-from lookahead.models.matrix import Matrix, check_shape
+from lookahead.models.matrix import ExpertMatrix, Matrix, check_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,8 @@ class Attention:
     Scores. They are multiplied by `scale`; `softcap` limits them to cap tanh(score / cap). `window`: a token sees the
     last `window` tokens, itself included; None for all of them. `chunk`: it sees those whose position // chunk is its
     own. `sinks` [heads]: a logit per head that takes part in the softmax without a value.
+
+    Results. With `output_gate` those of all heads are multiplied by the sigmoid of its product, before `out`.
     """
 
     heads: int
@@ -102,6 +104,7 @@ class Attention:
     softcap: float | None = None
     chunk: int | None = None
     sinks: torch.Tensor | None = None
+    output_gate: Matrix | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -122,6 +125,8 @@ class Attention:
         given = self.vectors if self.head_order is None else max(self.head_order) + 1
         check_shape("qkv", self.qkv, (given * self.head_dim, None))
         check_shape("out", self.out, (None, self.heads * self.head_dim))
+        if self.output_gate is not None:
+            check_shape("output_gate", self.output_gate, (self.heads * self.head_dim, None))
 
     @property
     def vectors(self) -> int:
@@ -195,6 +200,22 @@ class Decoder:
         return sorted(found, key=lambda window: -1 if window is None else window)
 
 
+def expert_matrices_in(decoder: Decoder) -> Iterator[ExpertMatrix]:
+    """All matrices of a description that each expert has one of."""
+    for block in decoder.blocks:
+        if isinstance(block.feed_forward, MoE):
+            yield from (block.feed_forward.gate_up, block.feed_forward.down)
+
+
+def router_tensors_in(decoder: Decoder) -> Iterator[torch.Tensor]:
+    """The weights of all routers, which may have another dtype than the other weights: they are used in fp32."""
+    for block in decoder.blocks:
+        if isinstance(block.feed_forward, MoE):
+            router = block.feed_forward.router
+            own = router.logits.weight(), router.logits.bias(), router.choice_bias, router.expert_scale
+            yield from (tensor for tensor in own if tensor is not None)
+
+
 def experts_of(decoder: Decoder) -> int:
     """The experts of all layers."""
     layers = (block.feed_forward for block in decoder.blocks)
@@ -202,7 +223,7 @@ def experts_of(decoder: Decoder) -> int:
 
 
 def matrices_in(part: Any) -> Iterator[Matrix]:
-    """All matrices of a description, or of a part of one."""
+    """All matrices of a description, or of a part of one, but those of experts: see `expert_matrices_in`."""
     if isinstance(part, Matrix):
         yield part
     elif isinstance(part, Sequence) and not isinstance(part, str):

@@ -21,8 +21,8 @@ from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
 from lookahead.backends.cpu.products import merged
 from lookahead.config import SamplingParams
-from lookahead.models.feed_forward import FeedForward
-from lookahead.models.matrix import Matrix
+from lookahead.models.feed_forward import FeedForward, MoE, Router
+from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.spec import Attention, Block, Decoder, Norm
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
@@ -56,9 +56,14 @@ def parts_of(part: Any) -> Any:
     """A description's parts, its shapes and what else decides which nodes it is lowered to; no numbers of it."""
     if isinstance(part, Matrix):
         return part.shape, part.has_bias, part.transposed, part.formats
+    if isinstance(part, ExpertMatrix):
+        return part.shape, part.experts, part.bias is not None, part.transposed, part.format
     if isinstance(part, torch.Tensor):
         return tuple(part.shape)
-    if isinstance(part, Block | Attention | FeedForward | Norm):
+    if isinstance(part, Router):
+        numbers = part.top_k, part.groups, part.kept_groups, part.group_best
+        return numbers, *(parts_of(getattr(part, field.name)) for field in fields(part))
+    if isinstance(part, Block | Attention | FeedForward | MoE | Norm):
         return tuple(parts_of(getattr(part, field.name)) for field in fields(part))
     return part if isinstance(part, bool | Enum) else part is not None
 

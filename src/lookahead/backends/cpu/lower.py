@@ -48,11 +48,12 @@ from onnx import helper
 from lookahead.backends.cpu.cells import BLOCK
 from lookahead.backends.cpu.groups import Group, layer_groups
 from lookahead.backends.cpu.lower_attention import attention
+from lookahead.backends.cpu.lower_experts import check_experts, mixture
 from lookahead.backends.cpu.lower_parts import add_norm, feed_forward, norm
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, OnnxModel, array
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.feed_forward import FeedForward, MoE
-from lookahead.models.spec import Block, Decoder
+from lookahead.models.feed_forward import MoE
+from lookahead.models.spec import Block, Decoder, expert_matrices_in
 
 
 def check_lowers(decoder: Decoder) -> None:
@@ -62,8 +63,11 @@ def check_lowers(decoder: Decoder) -> None:
         raise UnsupportedModelError(f"the cpu backend does not run this model: {reason}")
 
     weight = decoder.embedding
-    if any(isinstance(block.feed_forward, MoE) for block in decoder.blocks):
-        refuse("it has experts")
+    for matrix in expert_matrices_in(decoder):
+        try:
+            check_experts(matrix)
+        except UnsupportedModelError as error:
+            refuse(str(error))
     if not decoder.causal_prompt:
         refuse("the tokens of its prompts see each other")
     if weight.device.type != "cpu":
@@ -118,8 +122,10 @@ def _block(
         normed = norm(made, f"{number}.feed_forward_norm", block.feed_forward_norm, x, width)
     after = block.feed_forward_out_norm
     in_product = scale if after is None else 1.0
-    assert isinstance(block.feed_forward, FeedForward)  # see `check_lowers`
-    fed = feed_forward(made, block.feed_forward, number, normed, in_product)
+    if isinstance(block.feed_forward, MoE):
+        fed = mixture(made, block.feed_forward, number, normed, in_product)
+    else:
+        fed = feed_forward(made, block.feed_forward, str(number), normed, in_product)
     fed = norm(made, f"{number}.feed_forward_out_norm", after, fed, width, scale)
     # 3. The sum, which is left to the next norm if nothing else needs it.
     if block.parallel:

@@ -55,6 +55,9 @@ def attention(made: OnnxModel, spec: Attention, group: Group, number: int, norme
     if spec.sinks is not None:
         total = _add_sinks(made, spec, group, number, highest, total)
     result = made.add("Reshape", made.add("Div", weighted, total), made.constant([-1, spec.heads * spec.head_dim]))
+    if spec.output_gate is not None:
+        gate = made.add("Sigmoid", linear(made, f"{number}.output_gate", normed, spec.output_gate))
+        result = made.add("Mul", result, gate)
     return linear(made, f"{number}.out", result, spec.out, scale)
 
 

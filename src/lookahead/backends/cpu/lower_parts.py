@@ -99,7 +99,7 @@ ACTIVATIONS: dict[Activation, Callable[[OnnxModel, str], str]] = {
     Activation.RELU: lambda made, x: made.add("Relu", x),
     Activation.RELU2: _relu2,
 }
-"""All but XIELU, which has constants."""
+"""All but those with constants."""
 
 
 def _xielu(made: OnnxModel, x: str, constants: tuple[float, ...]) -> str:
@@ -119,16 +119,28 @@ def _xielu(made: OnnxModel, x: str, constants: tuple[float, ...]) -> str:
     return result
 
 
-def feed_forward(made: OnnxModel, spec: FeedForward, number: int, normed: str, scale: float) -> str:
+def _clamped(made: OnnxModel, gate: str, up: str, constants: tuple[float, ...]) -> str:
+    """(min(up, limit) + 1) g sigmoid(factor g), where g = min(gate, limit), and up is also above -limit."""
+    limit, factor = constants
+    most, least, one = (made.constant(value, np.float32) for value in (limit, -limit, 1))
+    gate = _quick_gelu(factor)(made, made.add("Min", gate, most))
+    result: str = made.add("Mul", made.add("Add", made.add("Clip", up, least, most), one), gate)
+    return result
+
+
+def activated(made: OnnxModel, activation: Activation, constants: tuple[float, ...], gate: str, up: str | None) -> str:
+    """The activation of gate [R, width], times up, if there is one."""
+    if activation is Activation.CLAMPED:
+        assert up is not None  # see `feed_forward.FeedForward`
+        return _clamped(made, gate, up, constants)
+    inner = _xielu(made, gate, constants) if activation is Activation.XIELU else ACTIVATIONS[activation](made, gate)
+    return inner if up is None else str(made.add("Mul", inner, up))
+
+
+def feed_forward(made: OnnxModel, spec: FeedForward, name: str, normed: str, scale: float) -> str:
     """[R, hidden] -> [R, hidden], times `scale`."""
-    inner = linear(made, f"{number}.gate_up", normed, spec.gate_up)
-    up = None
+    inner, up = linear(made, f"{name}.gate_up", normed, spec.gate_up), None
     if spec.gated:
         inner, up = made.add("Split", inner, outputs=2, axis=1, num_outputs=2)
-    if spec.activation is Activation.XIELU:
-        inner = _xielu(made, inner, spec.constants)
-    else:
-        inner = ACTIVATIONS[spec.activation](made, inner)
-    if up is not None:
-        inner = made.add("Mul", inner, up)
-    return linear(made, f"{number}.down", inner, spec.down, scale)
+    inner = activated(made, spec.activation, spec.constants, inner, up)
+    return linear(made, f"{name}.down", inner, spec.down, scale)

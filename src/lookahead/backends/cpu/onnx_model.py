@@ -16,6 +16,7 @@ OPSET, IR_VERSION = 19, 10
 MICROSOFT = "com.microsoft"
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+INT32, BOOL = onnx.TensorProto.INT32, onnx.TensorProto.BOOL
 
 Array = npt.NDArray[np.float32]
 
@@ -65,6 +66,16 @@ class OnnxModel:
         if name not in self._shared:
             self._shared[name] = make()
         return self._shared[name]
+
+    def branch(self, name: str, make: Callable[[], str]) -> Any:
+        """A graph for a node that has branches: `make` adds its nodes, which may read all values so far, and returns
+        the name of its float output. What it makes `once` is its own."""
+        outer = self.nodes, self._shared
+        self.nodes, self._shared = [], {}
+        output = make()
+        graph = helper.make_graph(self.nodes, name, [], [helper.make_tensor_value_info(output, FLOAT, None)])
+        self.nodes, self._shared = outer
+        return graph
 
     def weight(self, name: str, array: np.ndarray[Any, Any]) -> str:
         """A weight that stays in the caller's memory; the session gets it beside the file."""

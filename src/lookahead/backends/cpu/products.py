@@ -19,7 +19,7 @@ from lookahead.backends.cpu.int8 import INTEGERS, integer_product, quantised_byt
 from lookahead.backends.cpu.onnx_model import FLOAT, OnnxModel, array
 from lookahead.models.matrix import Matrix
 from lookahead.models.quantised import Codes, QuantisedLinear
-from lookahead.models.spec import Decoder, matrices_in
+from lookahead.models.spec import Decoder, expert_matrices_in, matrices_in
 
 
 def linear(made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:
@@ -39,13 +39,15 @@ def _kind(part: torch.nn.Module) -> tuple[bool, Codes | None]:
     return isinstance(part, QuantisedLinear) and part.format == INTEGERS, _activations(part)
 
 
-def _activations(part: torch.nn.Module) -> Codes | None:
+def _activations(part: torch.nn.Module | torch.Tensor) -> Codes | None:
     return part.format.activations if isinstance(part, QuantisedLinear) else None
 
 
 def computed_in(decoder: Decoder) -> torch.dtype:
     """What the activations of a model's products are rounded to; float32 where they are not rounded."""
-    rounded = {_activations(part) for matrix in matrices_in(decoder) for part in matrix.parts}
+    parts = [part for matrix in matrices_in(decoder) for part in matrix.parts]
+    experts = [matrix.weights for matrix in expert_matrices_in(decoder)]
+    rounded = {_activations(part) for part in (*parts, *experts)}
     kinds = {Codes.INT8: torch.int8, Codes.E4M3: torch.float8_e4m3fn}
     return next((dtype for codes, dtype in kinds.items() if codes in rounded), torch.float32)
 

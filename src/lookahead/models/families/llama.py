@@ -16,6 +16,7 @@ import torch
 from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
+    FeedForwardReader,
     NormReader,
     layer_windows,
     read_attention,
@@ -26,9 +27,12 @@ from lookahead.models.parts import (
 from lookahead.models.spec import Block, Decoder, Rope
 
 
-def read_llama(base: Any, head: Any, config: Any) -> Decoder:
-    """Llama has no windows. If its config names one all the same, its text must stay below it: see `position_limit`."""
-    return read_with_windows(base, head, config, [None] * len(base.layers))
+def read_llama(base: Any, head: Any, config: Any, **parts: Any) -> Decoder:
+    """Llama has no windows. If its config names one all the same, its text must stay below it: see `position_limit`.
+
+    `parts` are those of `read_with_windows` in which a class differs.
+    """
+    return read_with_windows(base, head, config, [None] * len(base.layers), **parts)
 
 
 def read_mistral(base: Any, head: Any, config: Any) -> Decoder:
@@ -62,19 +66,22 @@ def read_with_windows(
     *,
     norm: NormReader = read_norm,
     rope: Rope | None = None,
+    feed_forward: FeedForwardReader | None = None,
     **attention: Any,
 ) -> Decoder:
     """A model with the modules of these families, whose layers have these windows.
 
-    `norm` reads the class's norms, `rope` is its rotation if it is not Llama's, and `attention` has more fields of it.
+    `norm` reads the class's norms, `rope` is its rotation if it is not Llama's, `feed_forward` reads that of a layer,
+    and `attention` has more fields of it.
     """
     rope = rope or read_rope(base.rotary_emb, config)
+    feed_forward = feed_forward or (lambda layer: read_feed_forward(layer.mlp, config.hidden_act))
     blocks = [
         Block(
             norm(layer.input_layernorm),
             read_attention(layer.self_attn, rope, window, norm=norm, **attention),
             norm(layer.post_attention_layernorm),
-            read_feed_forward(layer.mlp, config.hidden_act),
+            feed_forward(layer),
         )
         for layer, window in zip(base.layers, windows, strict=True)
     ]

@@ -22,17 +22,21 @@ from lookahead.models.families import (
     gemma,
     gemma4,
     glm,
+    glm_moe,
+    gpt_oss,
     granite,
     hunyuan,
     llama,
+    mixtral,
     neox,
     olmo,
     phi,
     phi3,
+    qwen_moe,
     smollm3,
     starcoder2,
 )  # fmt: skip
-from lookahead.models.parts import CausalLM, TextReader, check_causal
+from lookahead.models.parts import CausalLM, FeedForwardReader, TextReader, check_causal
 from lookahead.models.spec import Decoder, Rope
 
 
@@ -47,10 +51,10 @@ class EqualAxes:
         return (cosine[0], sine[0]) if cosine.dim() == 4 else (cosine, sine)  # 4-D up to transformers 5.21
 
 
-def read_three_axes(base: Any, head: Any, config: Any) -> Decoder:
+def read_three_axes(base: Any, head: Any, config: Any, feed_forward: FeedForwardReader | None = None) -> Decoder:
     """A Qwen2 or Qwen3 with positions along three axes."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.layers]
-    described = llama.read_with_windows(base, head, config, windows)
+    described = llama.read_with_windows(base, head, config, windows, feed_forward=feed_forward)
     ropes: dict[Rope | None, Rope | None] = {None: None}
     blocks = []
     for block in described.blocks:
@@ -61,7 +65,33 @@ def read_three_axes(base: Any, head: Any, config: Any) -> Decoder:
     return replace(described, blocks=blocks)
 
 
-FAMILIES = (cohere, gemma, gemma4, glm, granite, hunyuan, llama, neox, olmo, phi, phi3, smollm3, starcoder2)
+def read_qwen3_vl_moe(base: Any, head: Any, config: Any) -> Decoder:
+    return read_three_axes(base, head, config, qwen_moe.qwen3_feed_forward(config))
+
+
+def read_glm4v_moe(base: Any, head: Any, config: Any) -> Decoder:
+    return read_three_axes(base, head, config, glm_moe.glm_feed_forward(config))
+
+
+FAMILIES = (
+    cohere,
+    gemma,
+    gemma4,
+    glm,
+    glm_moe,
+    gpt_oss,
+    granite,
+    hunyuan,
+    llama,
+    mixtral,
+    neox,
+    olmo,
+    phi,
+    phi3,
+    qwen_moe,
+    smollm3,
+    starcoder2,
+)
 TEXT: Mapping[str, TextReader] = {
     **{
         name.replace("ForCausalLM", ending): reader.read_text
@@ -73,6 +103,9 @@ TEXT: Mapping[str, TextReader] = {
     "Qwen2_5_VLTextModel": read_three_axes,
     "Qwen3VLTextModel": read_three_axes,
     "Qwen2_5OmniThinkerTextModel": read_three_axes,
+    "Qwen3VLMoeTextModel": read_qwen3_vl_moe,
+    "Qwen3OmniMoeThinkerTextModel": read_qwen3_vl_moe,
+    "Glm4vMoeTextModel": read_glm4v_moe,
     "PaddleOCRTextModel": read_three_axes,
     "Emu3TextModel": llama.read_llama,
 }
@@ -124,6 +157,7 @@ READERS = {
             "FunAsrNanoForConditionalGeneration",
             "Gemma3ForConditionalGeneration",
             "FuyuForCausalLM",
+            "Glm4vMoeForConditionalGeneration",
             "GlmAsrForConditionalGeneration",
             "GotOcr2ForConditionalGeneration",
             "InternVLForConditionalGeneration",
@@ -145,7 +179,9 @@ READERS = {
             "Qwen2_5OmniThinkerForConditionalGeneration",
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen3ASRForConditionalGeneration",
+            "Qwen3OmniMoeThinkerForConditionalGeneration",
             "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
             "VibeVoiceAsrForConditionalGeneration",
             "VideoLlama3ForConditionalGeneration",
             "VideoLlavaForConditionalGeneration",

@@ -2,6 +2,8 @@
 
 OLMo 2 and 3 and EXAONE 4 norm what a block's halves add, not what they read. They also norm q and k: OLMo all heads as
 one vector, EXAONE each head. OLMo 3 and EXAONE 4 have windows on some layers.
+
+OLMoE and FlexOlmo have experts in every layer: OLMoE in a Llama that norms q and k, FlexOlmo in an OLMo 2.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from lookahead.models.families.llama import read_with_windows
+from lookahead.models.experts import read_softmax_moe
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.families.llama import read_llama, read_with_windows
 from lookahead.models.matrix import Matrix
 from lookahead.models.parts import (
     CausalLM,
+    FeedForwardReader,
     NormReader,
     layer_windows,
     read_attention,
@@ -54,21 +59,39 @@ def read_exaone4(base: Any, head: Any, config: Any) -> Decoder:
     return _read(base, head, config, [(rope if everywhere or window else None, window) for window in windows])
 
 
+def read_olmoe(base: Any, head: Any, config: Any) -> Decoder:
+    if config.clip_qkv is not None:
+        raise UnsupportedModelError("it clips queries and keys behind their norms")
+    return read_llama(base, head, config, feed_forward=_experts(config), whole_norms=True)
+
+
+def read_flex_olmo(base: Any, head: Any, config: Any) -> Decoder:
+    rope = read_rope(base.rotary_emb, config)
+    layers: list[tuple[Rope | None, int | None]] = [(rope, None)] * len(base.layers)
+    return _read(base, head, config, layers, norm=_norm, feed_forward=_experts(config), whole_norms=True)
+
+
+def _experts(config: Any) -> FeedForwardReader:
+    return lambda layer: read_softmax_moe(layer.mlp, config.hidden_act)
+
+
 def _read(
     base: Any,
     head: Any,
     config: Any,
     layers: Sequence[tuple[Rope | None, int | None]],
     norm: NormReader = read_norm,
+    feed_forward: FeedForwardReader | None = None,
     **attention: Any,
 ) -> Decoder:
     """A model whose layers have these rotations and windows."""
+    feed_forward = feed_forward or (lambda layer: read_feed_forward(layer.mlp, config.hidden_act))
     blocks = [
         Block(
             None,
             read_attention(layer.self_attn, rope, window, norm=norm, **attention),
             None,
-            read_feed_forward(layer.mlp, config.hidden_act),
+            feed_forward(layer),
             attention_out_norm=norm(layer.post_attention_layernorm),
             feed_forward_out_norm=norm(layer.post_feedforward_layernorm),
         )
@@ -82,4 +105,6 @@ READERS = {
     "Olmo2ForCausalLM": CausalLM(read_olmo2),
     "Olmo3ForCausalLM": CausalLM(read_olmo3),
     "Exaone4ForCausalLM": CausalLM(read_exaone4),
+    "OlmoeForCausalLM": CausalLM(read_olmoe),
+    "FlexOlmoForCausalLM": CausalLM(read_flex_olmo),
 }

@@ -44,6 +44,8 @@ class AttentionLayer:
             raise UnsupportedModelError("after the rotation, queries or keys have norms that are not RMSNorms of heads")
         if spec.window is not None and spec.chunk is not None:
             raise UnsupportedModelError("a layer of it has both a sliding window and attention chunks")
+        if spec.output_gate is not None:
+            raise UnsupportedModelError("its attention has an output gate")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
