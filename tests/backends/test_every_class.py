@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from marks import slow_but
-from model_table import GRAPH, ROWS, build
+from model_table import ROWS, build
 from pictures import widen
 from tiny import PROMPTS, outputs
 
@@ -51,8 +51,6 @@ def test_texts_in_fp32(name: str, kind: str) -> None:
     """Greedy and sampled, alone and in a batch, with windows where the row has them."""
     if kind == "cpu":
         pytest.importorskip("onnxruntime")
-    elif name not in GRAPH:
-        pytest.skip("the graph backend does not run it")
     backend = BACKENDS[kind](build(name))
     expected = stock_texts(name)
     assert alone(backend, SETTINGS) == expected
@@ -79,8 +77,7 @@ def classes() -> Sequence[str]:
     """The first row of each class."""
     first: dict[str, str] = {}
     for name, kind, _ in ROWS:
-        if name in GRAPH:
-            first.setdefault(kind, name)
+        first.setdefault(kind, name)
     return list(first.values())
 
 

@@ -105,9 +105,6 @@ FIRST_ROWS = list({family: name for name, family, _ in reversed(ROWS)}.values())
 
 DENSE = [name for name, _, _ in ROWS if name not in {row[0] for row in EXPERT_ROWS}]
 """The rows of models without experts."""
-GRAPH = [name for name, family, _ in ROWS if family != "Afmoe"]
-"""The rows that the graph backend runs."""
-
 ROUNDING = 1e-5
 """`error` of two ways to compute the same logits in fp32 stays below this (6e-7 measured)."""
 

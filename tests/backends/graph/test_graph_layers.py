@@ -15,7 +15,8 @@ import torch
 from described import VOCABULARY, uneven_decoder
 from knobs import KNOBS, Maker
 from marks import slow_but
-from model_table import FIRST_ROWS, GRAPH, ROUNDING, build, error
+from mixture_knobs import MIXTURES
+from model_table import FIRST_ROWS, ROUNDING, ROWS, build, error
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
 
 from lookahead import LookaheadConfig
@@ -55,19 +56,22 @@ def check_trees(backend: GraphBackend, described: Decoder, lengths: Sequence[int
         backend.close(slot)
 
 
-@pytest.mark.parametrize("name", slow_but(GRAPH, *(set(GRAPH) & set(FIRST_ROWS))))
+@pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 @LENGTHS
 def test_every_model_of_the_table(name: str, length: int, device: str) -> None:
     check_trees(GraphBackend(build(name, device)), read(build(name, device), "graph"), [length])
 
 
-@pytest.mark.parametrize("name", KNOBS)
+ALL_KNOBS = KNOBS | MIXTURES
+
+
+@pytest.mark.parametrize("name", ALL_KNOBS)
 @LENGTHS
 def test_every_knob(name: str, length: int, device: str) -> None:
     """Descriptions that differ in one knob each, some of their layers only."""
     carrier = tiny("Llama", device=device, max_position_embeddings=512)
-    backend = GraphBackend(carrier, description=KNOBS[name](Maker(device)))
-    check_trees(backend, KNOBS[name](Maker(device)), [length])
+    backend = GraphBackend(carrier, description=ALL_KNOBS[name](Maker(device)))
+    check_trees(backend, ALL_KNOBS[name](Maker(device)), [length])
 
 
 def tensors_in(part: Any) -> Iterator[torch.Tensor]:
@@ -88,7 +92,7 @@ def test_captured_steps_follow_every_tensor() -> None:
     """All tensors of a description are the ones that steps read, or views of these: no copies. A second model of the
     same description reads the same ones."""
     ops, products = Ops(torch.device("cpu")), products_of(torch.device("cpu"), torch.float32, True)
-    for name, make in KNOBS.items():
+    for name, make in ALL_KNOBS.items():
         described = make(Maker())
         made = GraphModel(described, ops, products)
         ranges = [(read.data_ptr(), read.data_ptr() + read.nbytes) for read in made._tensors()]

@@ -97,7 +97,7 @@ class GraphModel:
         """All matrices, in the order of their products in a pass."""
         matrices = []
         for block in self.blocks:
-            matrices += [block.attention.qkv, block.attention.out, *block.feed_forward.matrices]
+            matrices += [*block.attention.matrices, *block.feed_forward.matrices]
         return [*matrices, self.head.head]
 
     def buffers(self) -> dict[str, int]:

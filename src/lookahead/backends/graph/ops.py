@@ -48,6 +48,7 @@ class Ops:
         self.embed: Any = reference_layers.embed
         self.add_norm: Any = reference_layers.add_norm
         self.activate: Any = reference_layers.activate
+        self.apply_gate: Any = reference_layers.apply_gate
         self.last_columns: Any = reference_layers.last_columns
         self.finish_logits: Any = reference_layers.finish_logits
         self.quantised: Any = None
@@ -65,7 +66,7 @@ class Ops:
         self.copy_packet, self.locate_rows = copies.copy_packet, locate.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
         self.embed, self.last_columns, self.finish_logits = ends.embed, ends.last_columns, ends.finish_logits
-        self.activate, self.add_norm = activations.activate, norms.add_norm
+        self.activate, self.apply_gate, self.add_norm = activations.activate, activations.apply_gate, norms.add_norm
 
     def compile_launched(self, work: Callable[[], object]) -> None:
         """Compile, in several threads, the kernels that `work` launches, without running them; nothing on a CPU."""

@@ -73,3 +73,19 @@ def test_gate_and_up_may_alternate(activation: Activation, device: torch.device)
     mixed = alternating(halves), alternating(bias)
     assert torch.equal(run(activations, *mixed, activation, True, alternate=True), expected)
     assert close(run(reference_layers, *mixed, activation, True, alternate=True), expected, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [90, 1100])
+def test_apply_gate(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """With a bias and without; a row has the same bits alone. The gate may have more rows."""
+    torch.manual_seed(0)
+    x, gate = (torch.randn(rows, width).to(device, dtype) for rows in (3, 5))
+    for bias in (None, torch.randn(width).to(device, dtype)):
+        found, expected, alone = x.clone(), x.clone(), x[1:2].clone()
+        activations.apply_gate(found, gate, bias)
+        reference_layers.apply_gate(expected, gate, bias)
+        activations.apply_gate(alone, gate[1:2].clone(), bias)
+        assert close(found, expected)
+        assert torch.equal(alone[0], found[1])
+        assert not close(found, x)

@@ -1,6 +1,7 @@
-"""The activation of a feed-forward, between its two products: one launch for bias, activation and gate.
+"""The activation of a feed-forward, between its two products: one launch for bias, activation and gate. And the gate
+behind an attention.
 
-It rounds after each of these, as the modules of transformers do. A row's result depends on that row only.
+They round after each of these, as the modules of transformers do. A row's result depends on that row only.
 """
 
 from __future__ import annotations
@@ -99,3 +100,23 @@ def activate(
         x, bias, out, a, b, c, d,
         WIDTH=width, BLOCK=block, GATED=gated, ALTERNATE=alternate, ACTIVATION=activation.value, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _apply_gate(x, gate, bias, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, blocks of columns)."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    given = tl.load(gate + at, mask=inside, other=0.0)
+    if bias is not None:
+        given = given + tl.load(bias + column, mask=inside, other=0.0)
+    factor = (1 / (1 + tl.exp(-given.to(tl.float32)))).to(given.dtype)
+    tl.store(x + at, tl.load(x + at, mask=inside, other=0.0) * factor, mask=inside)
+
+
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """x [M, width] *= sigmoid(gate + bias), gate [M or more, width], bias [width] or None."""
+    rows, width = x.shape
+    block = min(1024, triton.next_power_of_2(width))
+    _apply_gate[(rows, triton.cdiv(width, block))](x, gate, bias, WIDTH=width, BLOCK=block, num_warps=4)

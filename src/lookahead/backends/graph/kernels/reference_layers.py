@@ -77,6 +77,11 @@ def activate(
     out.copy_(active if up is None else active * up)
 
 
+def apply_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """As `activations.apply_gate`."""
+    x *= torch.sigmoid(gate[: len(x)] if bias is None else gate[: len(x)] + bias)
+
+
 def last_columns(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """As `ends.last_columns`."""
     torch.mm(x, weight.t(), out=out)

@@ -10,7 +10,7 @@ from lookahead.backends.graph.groups import AttentionGroup
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.tiles import WIDEST_HEAD, HeadShape
 from lookahead.backends.graph.layers.step import Run, StepContext
-from lookahead.backends.graph.matrices.lowering import Matrices
+from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Attention
@@ -28,6 +28,7 @@ class AttentionLayer:
         self.spec, self.group, self.index, self._ops = spec, group, index, ops
         self.shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim)
         self.qkv, self.out = matrices.lower(spec.qkv), matrices.lower(spec.out)
+        self.gate = None if spec.output_gate is None else matrices.lower(spec.output_gate)
         device, order = self.qkv.device, spec.head_order
         heads = None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
         self._projections = replace(_projections(spec), bias=self.qkv.bias, order=heads)
@@ -44,14 +45,18 @@ class AttentionLayer:
             raise UnsupportedModelError("after the rotation, queries or keys have norms that are not RMSNorms of heads")
         if spec.window is not None and spec.chunk is not None:
             raise UnsupportedModelError("a layer of it has both a sliding window and attention chunks")
-        if spec.output_gate is not None:
-            raise UnsupportedModelError("its attention has an output gate")
+
+    @property
+    def matrices(self) -> list[LoweredMatrix]:
+        """In the order of their products."""
+        return [self.qkv, self.out] if self.gate is None else [self.qkv, self.gate, self.out]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        matrices = [tensor for matrix in self.matrices for tensor in matrix.tensors]
         norms = (norm for norm in self._projections.norms if norm is not None)
         own = (tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None)
-        return [*self.qkv.tensors, *self.out.tensors, *own, *([] if self.spec.sinks is None else [self.spec.sinks])]
+        return [*matrices, *own, *([] if self.spec.sinks is None else [self.spec.sinks])]
 
     def buffers(self) -> dict[str, int]:
         wide = self.shape.heads * self.shape.dim
@@ -59,6 +64,8 @@ class AttentionLayer:
         widths = {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
         if self._projections.needs_norm_heads:
             widths["heads"] = self._projections.total * self.shape.dim
+        if self.gate is not None:
+            widths["output_gate"] = self.gate.out
         return widths
 
     def plan(self, step: StepContext) -> Run:
@@ -82,6 +89,9 @@ class AttentionLayer:
             "sinks": spec.sinks,
         }
         multiply_in, multiply_out = self.qkv.plan(size), self.out.plan(size)
+        multiply_gate = None if self.gate is None else self.gate.plan(size)
+        gate = buffers.get("output_gate")
+        gate_bias = None if self.gate is None else self.gate.bias
 
         def run() -> None:
             multiply_in(normed, qkv)
@@ -89,6 +99,9 @@ class AttentionLayer:
                 ops.norm_heads(qkv, projections, heads)
             ops.rotate_write(qkv if heads is None else heads, rotated, rows, q, *own)
             ops.attend(q, keys, values, rows, attended, work, tiles, **scoring)
+            if multiply_gate is not None:
+                multiply_gate(normed, gate)
+                ops.apply_gate(mixed[:size], gate, gate_bias)
             multiply_out(mixed, delta)
 
         return run
