@@ -40,7 +40,7 @@ def interpreted_backends(monkeypatch: pytest.MonkeyPatch, row_sizes: tuple[int, 
             monkeypatch.setattr(reference, name, twin)
         for name in ("locate_rows", "norm_heads", "rotate_write"):
             monkeypatch.setattr(reference_heads, name, twin)
-        for name in ("embed", "add_norm", "activate", "finish_logits"):
+        for name in ("embed", "add_norm", "activate", "apply_gate", "finish_logits"):
             monkeypatch.setattr(reference_layers, name, twin)
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)

@@ -72,6 +72,12 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
         pytest.param(
             "Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, marks=pytest.mark.slow
         ),
+        ("GptOss", {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
+        pytest.param(
+            "Afmoe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_greedy_equals_transformers(

@@ -184,7 +184,7 @@ MIXTURES = {
     "shared": random_mixture(shared=True, bias=True),
     "clamped": random_mixture("chosen", bias=True, activation=Activation.CLAMPED),
     "int4": random_mixture(hidden=256, inner=256, format=Format(Codes.INT4, 32)),
-    "mxfp4 padded": random_mixture(hidden=480, inner=224, format=Format(Codes.E2M1, 32)),
+    "mxfp4 padded": random_mixture(experts=4, hidden=480, inner=32, format=Format(Codes.E2M1, 32)),
     "fp8 blocks": random_mixture(hidden=256, inner=128, format=Format(Codes.E4M3, 128, rows=128)),
 }
 
