@@ -40,11 +40,13 @@ from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise,
 
 TRIED = {
     "fp8": FORMATS["fp8"],
+    "fp8_dynamic": FORMATS["fp8_dynamic"],
     "int8": FORMATS["int8"],
     "int8, activations too": CPU_INT8,
     "int4": FORMATS["int4"],
-    "int4, groups of 64": Format(Codes.INT4, 64),
-    "int4, groups of 32": Format(Codes.INT4, 32),
+    "int4, symmetric": Format(Codes.INT4, 128),
+    "int4, groups of 64": Format(Codes.INT4, 64, zeros=True),
+    "int4, groups of 32": Format(Codes.INT4, 32, zeros=True),
     "MXFP4": Format(Codes.E2M1, 32),
 }
 BATCH = 4
@@ -71,13 +73,13 @@ def rounded_copy(model: Any, format: Format) -> tuple[Any, float]:
     """
     made = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     expanded, weights, stored = dict[torch.nn.Module, Expanded](), 0, 0
-    for parent, name, layer in list(linear_layers(made, head=format.activations is not None)):
+    for parent, name, layer in list(linear_layers(made, head=format == CPU_INT8)):
         if layer not in expanded:
             matrix = Matrix((layer,), transposed=type(layer).__name__ == "Conv1D")
             codes = quantise(matrix.weight().bfloat16(), format, matrix.bias())
             expanded[layer] = Expanded(codes)
             weights += codes.out_features * codes.in_features
-            stored += codes.codes.nbytes + codes.scales.nbytes
+            stored += sum(tensor.nbytes for tensor in codes.buffers())
         setattr(parent, name, expanded[layer])
     return made, stored / weights
 

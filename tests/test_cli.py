@@ -416,7 +416,10 @@ def test_compare_stock_has_a_line_of_transformers(tokens: list[int], monkeypatch
         (("-p", "x", "--sources", ","), "--sources names none"),
         (("-p", "x", "--sources", "prompt,prompt"), "twice"),
         (("-p", "x", "--dtype", "float31"), "did you mean 'float32'?"),
-        (("-p", "x", "--dtype", "int5"), "choose from auto, float32, bfloat16, float16, fp8, int8, int4, mxfp4"),
+        (
+            ("-p", "x", "--dtype", "int5"),
+            "choose from auto, float32, bfloat16, float16, fp8, fp8_dynamic, int8, int4, mxfp4",
+        ),
         (("-p", "x", "--device", "gpu"), "choose from auto, cpu, cuda, cuda:N"),
     ],
 )

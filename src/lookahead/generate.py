@@ -311,10 +311,11 @@ def load(
     `name` is a hub id, a folder, a `.gguf` file or a (model, tokenizer) pair; without it the embedded
     SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (models with a reader on CUDA, by far the faster), 'cpu' (the
     same models on a CPU), 'eager' (any model), or 'auto' for the best that runs the model. `dtype` is 'float32',
-    'bfloat16', 'float16' or 'auto'; with 'fp8', 'int8', 'int4' or 'mxfp4' the model is quantised while it is loaded,
-    and has a text of its own (see `loading.formats`). Without a `config` the default config is the profile that
-    `lookahead tune --save` wrote for this model and machine. Where there is no profile, the default is fitted to the
-    cost of a step, which is measured once per model and machine. Raises DeviceError if the device is lost.
+    'bfloat16', 'float16' or 'auto'; with 'fp8', 'fp8_dynamic', 'int8', 'int4' or 'mxfp4' the model is quantised while
+    it is loaded, and has a text of its own (see `loading.formats`). Without a `config` the default config is the
+    profile that `lookahead tune --save` wrote for this model and machine. Where there is no profile, the default is
+    fitted to the cost of a step, which is measured once per model and machine. Raises DeviceError if the device is
+    lost.
     """
     with clear_errors(torch.device("cuda")):
         model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log, fused=backend != "eager")

@@ -26,7 +26,10 @@ def model(make_model: Any) -> Any:
     return in_bfloat16(make_model(tie_word_embeddings=True)).float().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp8", "fp8"), ("int8, activations too", "int8"), ("int4", "int4")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp8", "fp8"), ("fp8_dynamic", "fp8_dynamic"), ("int8, activations too", "int8"), ("int4", "int4")],
+)
 def test_a_rounded_copy_is_what_the_library_makes(model: Any, name: str, dtype: str) -> None:
     """From the model in bfloat16, whose layers then compute in fp32."""
     made, _ = rounded_copy(model, TRIED[name])

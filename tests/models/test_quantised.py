@@ -108,6 +108,13 @@ def test_names_of_what_a_model_has() -> None:
     assert (weights_name(model, torch.bfloat16), activations_name(model)) == ("fp8+int4", "int8")
 
 
+def test_the_name_of_fp8_whose_rows_are_rounded() -> None:
+    """Also beside experts in fp8, as `dtype='fp8_dynamic'` makes them."""
+    rounds = random_layer(Format(Codes.E4M3, 0, activations=Codes.E4M3), 4, 8)
+    for model in (torch.nn.Sequential(rounds), torch.nn.Sequential(random_layer(Format(Codes.E4M3, 0), 4, 8), rounds)):
+        assert (weights_name(model, torch.bfloat16), activations_name(model)) == ("fp8_dynamic", "fp8")
+
+
 def test_packing_and_unpacking_are_inverse() -> None:
     for width in (64, 256, 512, 550):
         nibbles = torch.randint(0, 16, (3, width))
@@ -129,6 +136,46 @@ def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: flo
     assert torch.equal(again.codes, layer.codes)
     assert layer.bias is not None
     assert torch.equal(layer.bias, torch.arange(20.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [96, 72, 33 * 2])
+def test_rounding_with_zero_points(width: int, dtype: torch.dtype) -> None:
+    """Every number is within half a step of its group's, as far as the scale is; 0 stays 0, wherever a group lies."""
+    weight = torch.randn(20, width, generator=torch.Generator().manual_seed(1))
+    weight[0], weight[1], weight[2] = 0, weight[1].abs() + 3, -weight[2].abs() - 3
+    weight[3], weight[4], weight[5] = 2.5, -2.5, weight[5] * 1e-3
+    weight[6:, ::5] = 0
+    weight = weight.to(dtype)
+    layer = quantise(weight, Format(Codes.INT4, 32, zeros=True))
+    assert layer.zeros is not None
+    assert (layer.scales.dtype, layer.zeros.dtype, int(layer.zeros.max())) == (dtype, torch.uint8, 15)
+    found = layer.dequantised()
+    torch.testing.assert_close(found, by_hand(layer), rtol=1e-6, atol=0)
+    assert not found[weight == 0].any()
+    wide = F.pad(weight.float(), (0, -width % 32)).unflatten(1, (-1, 32))
+    steps = (wide.amax(2).clamp(min=0) - wide.amin(2).clamp(max=0)) / 15
+    error = F.pad((found - weight.float()).abs(), (0, -width % 32)).unflatten(1, (-1, 32))
+    lost = 15 * torch.finfo(dtype).eps  # in 15 rounded steps; both ends may be half a step away
+    assert (error <= (0.5 + lost) * steps[:, :, None] * 1.001).all()
+    symmetric = quantise(weight, Format(Codes.INT4, 32)).dequantised()
+    for rows in (slice(1, 3), slice(5, 20)):
+        assert (found - weight.float())[rows].norm() < (symmetric - weight.float())[rows].norm()
+
+
+def test_rounding_to_zero_points_again_changes_nothing() -> None:
+    weight = torch.randn(20, 96, generator=torch.Generator().manual_seed(3))
+    layer = quantise(weight, Format(Codes.INT4, 32, zeros=True))
+    again = quantise(layer.dequantised(), layer.format)
+    torch.testing.assert_close(again.dequantised(), layer.dequantised(), rtol=1e-6, atol=1e-7)
+
+
+def test_tiny_weights_in_float16_become_zero() -> None:
+    """Their scale is 0 there."""
+    weight = torch.full((2, 64), 6e-8, dtype=torch.float16)
+    weight[1] *= -1
+    layer = quantise(weight, Format(Codes.INT4, 32, zeros=True))
+    assert not layer.dequantised().any()
 
 
 def test_numbers_become_the_nearest_of_fp4() -> None:

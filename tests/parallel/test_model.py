@@ -186,7 +186,14 @@ def test_one_process_needs_no_launcher(
         model.generate("the fox", logprobs=1)
 
 
-@pytest.mark.parametrize(("dtype", "computed"), [("int8", torch.int8), ("fp8", torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "computed"),
+    [
+        ("int8", torch.int8),
+        ("fp8", torch.float32),
+        pytest.param("fp8_dynamic", torch.float8_e4m3fn, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_quantise(make_model: Callable[..., Any], tokenizer: Any, dtype: str, computed: torch.dtype) -> None:
     pytest.importorskip("onnxruntime")
     import lookahead.parallel

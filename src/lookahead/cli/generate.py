@@ -14,7 +14,7 @@ from lookahead.cli.compare import BASELINE, Comparison, baseline_request, stock_
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
-EXACT = ("float32", "float64", "int8")  # dtypes in which a method must produce the baseline's tokens
+EXACT = ("float32", "float64", "int8", "float8_e4m3fn")  # dtypes in which a method must produce the baseline's tokens
 
 
 @takes_settings

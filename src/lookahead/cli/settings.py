@@ -14,7 +14,7 @@ import typer
 from lookahead.cli.common import Host, Model, choice
 from lookahead.config import BACKENDS, METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules, new_seed
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4", "mxfp4")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "int8", "int4", "mxfp4")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 

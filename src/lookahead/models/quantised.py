@@ -225,6 +225,13 @@ class QuantisedLinear(torch.nn.Module):
 
 NAMES = {Codes.E4M3: "fp8", Codes.INT8: "int8", Codes.INT4: "int4", Codes.E2M1: "mxfp4"}
 """What number formats are called."""
+FP8_DYNAMIC = "fp8_dynamic"
+"""FP8 weights whose rows of x are rounded, too."""
+
+
+def _name_of(format: Format) -> str:
+    rounds = format.codes is format.activations is Codes.E4M3
+    return FP8_DYNAMIC if rounds else NAMES[format.codes]
 
 
 def formats_of(model: torch.nn.Module) -> tuple[Format, ...]:
@@ -233,8 +240,11 @@ def formats_of(model: torch.nn.Module) -> tuple[Format, ...]:
 
 
 def weights_name(model: torch.nn.Module, dtype: torch.dtype) -> str:
-    """The number format of a model's weights, such as 'fp8'; for one that is not quantised the name of its dtype."""
-    names = dict.fromkeys(NAMES[format.codes] for format in formats_of(model))
+    """The number format of a model's weights as `load` takes it, such as 'fp8'; for one that is not quantised the name
+    of its dtype. A mixture in 'fp8_dynamic' has experts in 'fp8', which are not named."""
+    names = dict.fromkeys(map(_name_of, formats_of(model)))
+    if FP8_DYNAMIC in names:
+        names.pop(NAMES[Codes.E4M3], None)
     return "+".join(names) or str(dtype).removeprefix("torch.")
 
 
@@ -361,14 +371,19 @@ def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = N
     """Round W [out, in] to the nearest values of a format with a scale per row, or per group of a row's columns.
 
     A group's largest magnitude becomes the largest code. FP4's scales are the powers of two of OCP's MX formats: that
-    magnitude over its scale is at least 4 and below 8, of which 6 is the largest code.
+    magnitude over its scale is at least 4 and below 8, of which 6 is the largest code. With zero points a group's
+    smallest number becomes code 0, and its largest 15; the range includes 0, which is a code itself, the zero point.
     """
     width = weight.shape[1]
     group = format.group or width
     wide = weight.float()
     blocks = (F.pad(wide, (0, -width % group)) if width % group else wide).unflatten(1, (-1, group))
-    largest = torch.maximum(blocks.amax(2), -blocks.amin(2)).clamp(min=1e-30)
-    if format.codes is Codes.E2M1:
+    highest, lowest = blocks.amax(2), blocks.amin(2)
+    largest = torch.maximum(highest, -lowest).clamp(min=1e-30)
+    if format.zeros:
+        lowest = lowest.clamp(max=0)
+        scales = (highest.clamp(min=0) - lowest).clamp(min=1e-30) / 15
+    elif format.codes is Codes.E2M1:
         scales = (torch.frexp(largest).exponent + (127 - 3)).clamp(0, 254).to(torch.uint8)
     else:
         scales = largest / {Codes.E4M3: 448.0, Codes.INT8: 127.0, Codes.INT4: 7.0}[format.codes]
@@ -377,7 +392,12 @@ def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = N
     steps = scale_values(scales)
     steps = torch.where(steps > 0, steps, 1)  # in float16 the scale of tiny weights is 0
     scaled = (blocks / steps[:, :, None]).flatten(1)[:, :width]
-    if format.codes is Codes.E4M3:
+    zeros = (-lowest / steps).round_().clamp_(0, 15) if format.zeros else None
+    if zeros is not None:
+        shift = zeros.repeat_interleave(group, 1)[:, :width]
+        codes = packed(scaled.round_().add_(shift).clamp_(0, 15))
+        zeros = zeros.to(torch.uint8)
+    elif format.codes is Codes.E4M3:
         codes = scaled.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     elif format.codes is Codes.INT8:
         codes = scaled.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
@@ -386,7 +406,7 @@ def quantise(weight: torch.Tensor, format: Format, bias: torch.Tensor | None = N
     else:
         codes = packed(scaled.round_().clamp_(-8, 7) + 8)
     given = None if bias is None else bias.detach()
-    return QuantisedLinear(format, codes.contiguous(), scales, bias=given, dtype=weight.dtype)
+    return QuantisedLinear(format, codes.contiguous(), scales, zeros=zeros, bias=given, dtype=weight.dtype)
 
 
 def _check(format: Format, out: int, width: int, tensors: dict[str, torch.Tensor | None]) -> None:

@@ -31,6 +31,7 @@ from lookahead.models.quantised import Codes, Format, QuantisedLinear
 FORMATS = {
     "fp8": Format(Codes.E4M3, 0),
     "fp8 blocks": Format(Codes.E4M3, 128, rows=128),
+    "fp8_dynamic": Format(Codes.E4M3, 0, activations=Codes.E4M3),
     "int8": Format(Codes.INT8, 32),
     "int4": Format(Codes.INT4, 128),
     "int4 zeros": Format(Codes.INT4, 32, zeros=True),
@@ -58,7 +59,7 @@ def random_weights(format: Format, out: int, width: int, seed: int) -> Quantised
 
 
 def quantised_model(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A tiny Llama whose matrices, but for the head, are of this format and interleaved."""
+    """A tiny Llama whose matrices, but for the head, are of this format, with rows of 128 bytes."""
     width = 32 * 32 // FORMATS[name].codes.bits  # 128 bytes
     fields = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1, "initializer_range": 0.1}
     model = tiny("Llama", **{**fields, **changes}).to(dtype)
@@ -73,9 +74,10 @@ def quantised_model(name: str, device: str = "cpu", dtype: torch.dtype = torch.f
 
 
 def check_interleaved(model: Any) -> None:
+    """All of them, if the kernel for the format reads interleaved codes."""
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     assert len(layers) == 7 * model.config.num_hidden_layers
-    assert all(layer.is_interleaved for layer in layers)
+    assert all(layer.is_interleaved is (layer.format.activations is None) for layer in layers)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
@@ -91,16 +93,22 @@ def test_kernels_give_the_eager_backends_tokens(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", slow_but(FORMATS, "int8", "int4 ordered"))
 def test_lookahead_equals_token_by_token(name: str, device: str, settings: LookaheadConfig) -> None:
-    """Alone and in a batch. The model's own forward pass reads the same weights before and after."""
+    """Alone and in a batch. The model's own forward pass reads the same weights before and after; where it rounds
+    activations, a difference in the last bit may become a step of a code, and its text another."""
     model = quantised_model(name, device)
-    expected = outputs(EagerBackend(model), PROMPTS, AUTOREGRESSIVE, 10)
+    rounds = FORMATS[name].activations is not None
+
+    def other() -> Any:
+        return GraphBackend(model, kv_tokens=2048) if rounds else EagerBackend(model)
+
+    expected = outputs(other(), PROMPTS, AUTOREGRESSIVE, 10)
     assert len({token for output in expected for token in output}) > 10
     backend = GraphBackend(model, kv_tokens=2048)
     check_interleaved(model)
     assert outputs(backend, PROMPTS, AUTOREGRESSIVE, 10) == expected
     assert [outputs(backend, [prompt], settings, 10)[0] for prompt in PROMPTS] == expected
     assert outputs(backend, PROMPTS, settings, 10) == expected
-    assert outputs(EagerBackend(model), PROMPTS, AUTOREGRESSIVE, 10) == expected
+    assert outputs(other(), PROMPTS, AUTOREGRESSIVE, 10) == expected
 
 
 def check_shared_pages(

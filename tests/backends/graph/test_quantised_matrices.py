@@ -24,6 +24,7 @@ from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
 CPU = torch.device("cpu")
 FORMATS = [
     Format(Codes.E4M3, 0),
+    Format(Codes.E4M3, 0, activations=Codes.E4M3),
     Format(Codes.INT8, 32),
     Format(Codes.INT4, 48),
     Format(Codes.INT4, 128, zeros=True),
@@ -72,7 +73,7 @@ def test_parts_become_views_of_one_matrix(format: Format, outs: tuple[int, ...])
     for name in TENSORS:
         found = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
         assert len({tensor.untyped_storage().data_ptr() for tensor in found}) <= 1
-    able = format.group != 48 and all(out % 8 == 0 for out in outs)
+    able = format.group != 48 and format.activations is None and all(out % 8 == 0 for out in outs)
     assert {part.is_interleaved for part in parts} == {able}
     for part, weight in zip(parts, before, strict=True):
         assert torch.equal(part.dequantised(), weight)
@@ -133,6 +134,21 @@ def test_mixed_parts_and_biases(other: str, biased: tuple[bool, bool]) -> None:
         if part.bias is not None:
             part.bias.data.add_(1)
     check_product(lowered, parts)
+
+
+def test_only_parts_whose_rows_are_rounded_alike_are_one_matrix() -> None:
+    """Rows are rounded once for all parts of a matrix."""
+    rounds = Format(Codes.E4M3, 0, activations=Codes.E4M3)
+    parts = [random_layer(format, 16, 512) for format in (rounds, replace(rounds, activations=None))]
+    for part in parts:
+        part.scales.fill_(2**-6)
+    first, second = parts
+    assert isinstance(lower(Matrix((first, copy.deepcopy(first)))), QuantisedMatrix)
+    lowered = lower(Matrix((first, second)))
+    assert isinstance(lowered, SeparateMatrix)
+    check_product(lowered, parts)
+    x = torch.randn(3, 512)
+    assert not torch.allclose(first(x), second(x), rtol=1e-3, atol=1e-2)
 
 
 def test_a_plain_part_has_room_for_padded_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,13 +285,20 @@ def test_a_matrix_that_gets_another_format_is_seen(name: str) -> None:
     assert not backend.reads_weights_of(model)
 
 
-def test_rounded_activations_are_refused_before_any_weight_is_changed() -> None:
+@pytest.mark.parametrize(
+    ("format", "activations"),
+    [(None, "int8"), (Format(Codes.E4M3, 128), "fp8"), (Format(Codes.INT8, 0), "fp8")],
+    ids=str,
+)
+def test_rounded_activations_are_refused_before_any_weight_is_changed(format: Format | None, activations: str) -> None:
+    """All but those of FP8 weights with a scale per row."""
     model = quantised_model()
     last = model.model.layers[-1].mlp.down_proj
-    last.format = replace(last.format, activations=Codes.INT8)
+    codes = {"int8": Codes.INT8, "fp8": Codes.E4M3}[activations]
+    last.format = replace(format or last.format, activations=codes)
     expected = (
-        r"^the graph backend does not run this model: it rounds activations to int8; load it with weights alone "
-        r"quantised, for instance dtype='fp8', or use backend='eager'$"
+        rf"^the graph backend does not run this model: it rounds activations to {activations}; load it with weights "
+        r"alone quantised, for instance dtype='fp8', or use backend='eager'$"
     )
     with pytest.raises(UnsupportedModelError, match=expected):
         GraphBackend(model)

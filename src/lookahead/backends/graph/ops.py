@@ -52,15 +52,18 @@ class Ops:
         self.last_columns: Any = reference_layers.last_columns
         self.finish_logits: Any = reference_layers.finish_logits
         self.quantised: Any = None
+        self.fp8: Any = None
         self.experts: Any = None
 
     def _use_kernels(self) -> None:
         from lookahead.backends.graph.kernels import activations, attention, copies, ends, heads, locate, norms, paths
         from lookahead.backends.graph.kernels.expert_products import ExpertProducts
+        from lookahead.backends.graph.kernels.fp8 import fp8_products
         from lookahead.backends.graph.kernels.quantised import QuantisedProducts
         from lookahead.backends.graph.kernels.workspace import Workspace
 
         self.quantised, self.experts = QuantisedProducts(self._device), ExpertProducts(self._device)
+        self.fp8 = fp8_products(self._device, self.quantised)
         self.attend, self._paths, self._workspace = attention.attend, paths, Workspace
         self.move_accepted, self.copy_pinned = copies.move_accepted, copies.copy_pinned
         self.copy_packet, self.locate_rows = copies.copy_packet, locate.locate_rows

@@ -274,10 +274,10 @@ class QuantisedProducts:
     """Plans products with quantised matrices on a device, which share memory for the sums of splits."""
 
     def __init__(self, device: torch.device) -> None:
-        self._shared = HOPPER_SHARED
+        self.shared = HOPPER_SHARED
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
-            self._shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED)
+            self.shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED)
         self.memory = SplitMemory.new(device)
 
     def reserve(self, weights: QuantisedWeights) -> None:
@@ -300,7 +300,7 @@ class QuantisedProducts:
 
     def tile(self, weights: QuantisedWeights, rows: int, splits: int) -> Tile:
         """How a product of this many rows is launched."""
-        return fitted(tile_of(weights, rows, splits), weights, self._shared)
+        return fitted(tile_of(weights, rows, splits), weights, self.shared)
 
 
 def multiply(

@@ -17,11 +17,21 @@ from lookahead.backends.graph.matrices.dense import Multiply, fuse_biases
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import INTERLEAVED_BYTES, INTERLEAVED_ROWS, NAMES, Format, QuantisedLinear
+from lookahead.models.quantised import (
+    INTERLEAVED_BYTES,
+    INTERLEAVED_ROWS,
+    NAMES,
+    Codes,
+    Format,
+    QuantisedLinear,
+    rounded,
+)
 
 MOST_PADDING = 0.125
 """Codes are interleaved if this needs no more columns beyond a matrix's own, as a share of them; the kernel for others
 is slower. gpt-oss's rows of 2,880 columns get 7% more."""
+FP8_ROWS = Format(Codes.E4M3, 0, activations=Codes.E4M3)
+"""The format whose rows of x are rounded."""
 SMALL_GROUPS = (8, 16, 32)
 """Columns per scale that the kernel for interleaved codes takes, besides multiples of 64."""
 
@@ -31,7 +41,8 @@ class QuantisedMatrix:
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, ops: Ops) -> None:
         self._tensors = fuse_quantised(matrix)
-        self._parts, self._dtype, self._products = parts_of(matrix), dtype, ops.quantised
+        self._parts, self._dtype = parts_of(matrix), dtype
+        self._products = ops.quantised if self._parts[0].format.activations is None else ops.fp8
         self.out, self.width = matrix.shape
         self.bias = fuse_biases(matrix)
         if self._products is not None:
@@ -65,6 +76,9 @@ class QuantisedMatrix:
 
     def _expand(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The product without a kernel."""
+        activations = self._parts[0].format.activations
+        if activations is not None:
+            x = rounded(x, activations)
         out.copy_(x @ torch.cat([part.dequantised(x.dtype) for part in self._parts]).T)
 
 
@@ -75,11 +89,13 @@ def parts_of(matrix: Matrix) -> list[QuantisedLinear]:
 def check_quantised(matrix: Matrix) -> None:
     """Raise UnsupportedModelError for a format that the kernels do not have."""
     for part in parts_of(matrix):
-        check_format(part.format)
+        format = part.format
+        if replace(format, rows=1) != FP8_ROWS:
+            check_format(format)
 
 
 def check_format(format: Format) -> None:
-    """As `check_quantised`."""
+    """The same for the matrices of experts, whose rows are not rounded."""
     if format.activations is not None:
         raise UnsupportedModelError(
             f"it rounds activations to {NAMES[format.activations]}; load it with weights alone quantised, for "
@@ -132,6 +148,8 @@ def fuse_quantised(matrix: Matrix) -> dict[str, torch.Tensor]:
 
 def can_interleave(part: QuantisedLinear) -> bool:
     """Whether the kernel for interleaved codes takes a part."""
+    if part.format.activations is not None:  # FP8 instructions take codes in the order of the columns
+        return False
     group, size = part.format.group, part.in_features * part.format.codes.bits // 8
     padding = -size % INTERLEAVED_BYTES
     fits = padding == 0 or (padding <= MOST_PADDING * size and part.order is None)
