@@ -10,8 +10,6 @@ routers are free:
 - Tokens that the small model has not are never chosen. The first padded hidden channel is the same small number for
   every token. Only the last norm lets it through, and it makes the logits of these tokens about -200 or less.
 - The shapes in MXFP4 have experts that are rounded, so their text is not that of the small model, but one of its own.
-
-`random_mixture` makes a mixture in the shape of a published one, with random weights.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from typing import Any
 
 import torch
 import transformers
-from families import Shape, shape
 from inflate import (
     MODEL_SHAPES,
     ModelShape,
@@ -41,7 +38,7 @@ from torch.nn import functional as F
 
 import lookahead
 from lookahead.bench.run.prompts import load as load_prompts
-from lookahead.models.quantised import MXFP4, QuantisedLinear, quantise
+from lookahead.models.quantised import MXFP4, quantise
 from lookahead.models.quantised_experts import NAMES, QuantisedExperts, is_experts, stacked
 
 UNION = 2.5
@@ -76,18 +73,6 @@ MIXTURE_SHAPES = {
 many independent rows read as many bytes of. gpt-oss-20b's with 30 layers instead of 24."""
 SHAPES = {**MODEL_SHAPES, **MIXTURE_SHAPES}
 
-RANDOM_SHAPES: dict[str, Shape] = {
-    "gpt-oss-20b": shape(
-        "GptOss", 2880, 2880, 24, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
-        sliding_window=128, attention_bias=True,
-    ),
-    "qwen3-30b-a3b": shape(
-        "Qwen3Moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=768, norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-}  # fmt: skip
-"""gpt-oss-20b has experts in MXFP4, and in its config's defaults windows on every other layer and yarn."""
-
 
 @torch.no_grad()
 def inflate_experts(
@@ -105,7 +90,7 @@ def inflate_experts(
             f"more, a hidden size above {hidden}"
         )
     dtype, device = dtype or model.dtype, model.device
-    large = _made("MixtralForCausalLM", _config(small, shape, dtype), device, without_experts=True)
+    large = allocated("MixtralForCausalLM", _config(small, shape, dtype), device, without_experts=True)
     large.generation_config = copy.deepcopy(model.generation_config)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in large.parameters():
@@ -166,7 +151,7 @@ def _config(small: Any, shape: MixtureShape, dtype: torch.dtype) -> Any:
     return config
 
 
-def _made(kind: str, config: Any, device: torch.device | str, *, without_experts: bool) -> Any:
+def allocated(kind: str, config: Any, device: torch.device | str, *, without_experts: bool) -> Any:
     """A model whose weights are allocated on the device, and not set; maybe without the matrices of experts."""
     with torch.device("meta"):
         model = getattr(transformers, kind)._from_config(config, dtype=config.dtype).eval()
@@ -270,40 +255,6 @@ def make_mixture(small: Any, name: str, seen: Callable[[dict[int, float]], None]
 def load_in(name: str, load: Callable[..., Any] = lookahead.load, **options: Any) -> Callable[..., Any]:
     """`lookahead.load`, but the model comes in one of SHAPES."""
     return shaped_load(name, load, partial(make_mixture, name=name, **options) if name in MIXTURE_SHAPES else None)
-
-
-@torch.no_grad()
-def random_mixture(shape: Shape, device: str = "cuda", *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
-    """A model of this shape with random weights; the experts of gpt-oss as random codes of MXFP4."""
-    kind, fields = shape
-    config = getattr(transformers, f"{kind}Config")(**{**fields, **changes})
-    config.dtype = dtype
-    rounded = kind == "GptOss"
-    model = _made(f"{kind}ForCausalLM", config, device, without_experts=rounded)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1)
-        else:
-            parameter.normal_(std=0.02, generator=generator)
-    for block in model.model.layers if rounded else ():
-        own, size, hidden = block.mlp.experts, config.intermediate_size, config.hidden_size
-        count = config.num_local_experts
-        gate_up = _random_codes(count * 2 * size, hidden, dtype, generator)
-        down = _random_codes(count * hidden, size, dtype, generator)
-        block.mlp.experts = QuantisedExperts(own, gate_up, down, own.gate_up_proj_bias, own.down_proj_bias)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def _random_codes(out: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> QuantisedLinear:
-    """A matrix in MXFP4 whose numbers are about as large as those of a normal distribution with std=0.02."""
-
-    def bytes(columns: int, least: int, end: int) -> torch.Tensor:
-        made = torch.empty(out, columns, dtype=torch.uint8, device=generator.device)
-        return made.random_(least, end, generator=generator)
-
-    return QuantisedLinear(MXFP4, bytes(width // 2, 0, 256), bytes(MXFP4.groups(width), 119, 121), dtype=dtype)
 
 
 if __name__ == "__main__":
