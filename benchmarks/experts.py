@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -104,6 +105,8 @@ class Speaking:
     def texts(self) -> None:
         lm, options = self.lm, self.options
         others = stream_prompts(lm, options.data_dir) if options.streams else []
+        if options.streams:
+            lm.prepare(max(options.streams))
         for temperature in options.temperatures:
             settings = sampled(temperature)
             for name, prompts in self.sets.items():
@@ -247,8 +250,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) < least:
             shown = {"tokens": "max-tokens"}.get(name, name.replace("_", "-"))
             parser.error(f"--{shown} {getattr(options, name)}: give at least {least}")
-    if bad := [value for value in (*options.streams, *options.temperatures) if value < 0]:
-        parser.error(f"{bad[0]}: --streams and --temperatures are not negative")
+    if bad := [value for value in options.streams if value < 1]:
+        parser.error(f"--streams {bad[0]}: give numbers from 1 on, or none")
+    if bad := [value for value in options.temperatures if not 0 <= value < math.inf]:
+        parser.error(f"--temperatures {bad[0]}: give numbers from 0 on")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     if set(options.verbs) - {"speed"} and (options.data_dir is None or not options.data_dir.is_dir()):
         parser.error(f"--data-dir {options.data_dir}: give the folder with the prompts, for {', '.join(SETS)}")
     options.out = None  # of `Answers`, whose records these are not

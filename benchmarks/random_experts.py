@@ -131,7 +131,8 @@ def speed(records: Any, model: Any, tokenizer: Any, name: str, options: argparse
             for _ in range(3):
                 found = lm.generate(prompts[:count], max_tokens=options.tokens)
                 seconds.append(max(done.stats.seconds - done.stats.first_token_seconds for done in found))
-        reads = statistics.median([reads for rows, _, _, reads in passes if rows == count]) or one
+        own = [reads for rows, _, _, reads in passes if rows == count]
+        reads = (statistics.median(own) if own else 0) or one
         rate = (options.tokens - 1) / statistics.median(seconds)
         read = dense + expert * reads
         values = {"GB read": read / 1e9, "share": rate * read / bandwidth, "copy TB/s": bandwidth / 1e12}

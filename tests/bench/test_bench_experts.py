@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,21 @@ def test_a_mixture_that_speaks_is_measured(
 def test_random_mixtures_are_measured(arguments: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: tokenizer)
     monkeypatch.setattr("random_experts.PASS_ROWS", (1, 4))
-    make = partial(random_mixture, dtype=torch.float32, vocab_size=150, moe_intermediate_size=16, num_experts=8, **TINY)
+    models = list[Any]()
+
+    def make(*args: Any) -> Any:
+        fields = {**TINY, "vocab_size": 150, "moe_intermediate_size": 16, "num_experts": 8}
+        model = random_mixture(*args, dtype=torch.float32, **fields)
+        models.append(weakref.ref(model))
+        return model
+
     records = main(["speed", *arguments, "--names", "qwen3-30b-a3b", "--model", "tiny"], make=make)
     one, many, passes = records.all
     assert one["GB read"] == many["GB read"]  # experts are counted on a GPU alone
     assert many["plain"] > 0
     assert one["share"] > 0
     assert list(passes["ms"]) == [1, 4]
+    assert models[0]() is None  # two of them have no room beside each other
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,9 @@ def test_random_mixtures_are_measured(arguments: list[str], tokenizer: Any, monk
         (["texts", "--data-dir", "nowhere"], "--data-dir nowhere: give the folder"),
         (["speed", "--max-tokens", "1"], "--max-tokens 1: give at least 2"),
         (["speed", "--limit", "0"], "--limit 0: give at least 1"),
-        (["speed", "--streams", "-4"], "-4: --streams and --temperatures are not negative"),
+        (["speed", "--streams", "4", "0"], "--streams 0: give numbers from 1 on, or none"),
+        (["speed", "--temperatures", "-1"], "--temperatures -1.0: give numbers from 0 on"),
+        (["speed", "--json", "nowhere/a.json"], "--json nowhere/a.json: there is no folder nowhere"),
         (["texts", "--shape", "7b"], "invalid choice: '7b'"),
     ],
 )
