@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inflate import MODEL_SHAPES, shaped_load
+from inflate_experts import SHAPES, load_in
 
 import lookahead
 from lookahead.bench.gpu.batch import Load, measure
@@ -134,19 +134,33 @@ class Answers:
                 equal += sum(one.token_ids == other.token_ids for one, other in zip(expected, found, strict=True))
         self.add(name, record | {"equal": f"{equal} of {texts}"})
 
-    def streams(self, count: int, prompts: Sequence[list[int]], config: LookaheadConfig) -> dict[str, Any]:
-        """Tokens per second of this many sequences in a steady state, after a part that is not measured."""
+    def streams(
+        self,
+        count: int,
+        prompts: Sequence[list[int]],
+        config: LookaheadConfig,
+        sampling: SamplingParams | None = None,
+    ) -> tuple[dict[str, Any], dict[int, list[int]]]:
+        """Tokens per second of this many sequences in a steady state, after a part that is not measured; and the
+        outputs by the prompt's number."""
         tokens, lm = self.options.tokens, self.lm
         rules = StopRules(tokens, frozenset(), lm.backend.max_length)
         lm.engine.set_max_sequences(count)
-        load = Load(lm.engine, prompts, config, SamplingParams(), rules, lm.memory)
+        load = Load(lm.engine, prompts, config, sampling or SamplingParams(), rules, lm.memory)
         for _ in range(2 * count):
             load.add()
         measure(load, count, 0.7 * count * tokens)
         found = measure(load, count, max(1.3 * count, 24) * tokens)
         load.end()
         lm.engine.set_max_sequences(MAX_SEQUENCES)
-        return found
+        return found, load.outputs
+
+
+def stream_prompts(lm: LookaheadModel, folder: Path) -> list[list[int]]:
+    """Prompts of STREAM_SETS, shuffled."""
+    found = [prompt for name in STREAM_SETS for prompt in load_prompts(name, folder, 400, 1)]
+    random.Random(1).shuffle(found)
+    return [prompt_ids(lm, prompt) for prompt in found]
 
 
 def run(lm: LookaheadModel, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -163,13 +177,12 @@ def run(lm: LookaheadModel, options: argparse.Namespace) -> dict[str, dict[str, 
         answers.compare("sampled", [prompt for pair in pairs for prompt in pair][: options.limit], **TEMPERATURE)
     if options.streams:
         lm.prepare(max(options.streams))
-        others = [prompt for name in STREAM_SETS for prompt in load_prompts(name, options.data_dir, 400, 1)]
-        random.Random(1).shuffle(others)
-        encoded, used = [prompt_ids(lm, prompt) for prompt in others], 0
+        encoded, used = stream_prompts(lm, options.data_dir), 0
         for count in options.streams:
             for name, config in (("plain", LookaheadConfig.autoregressive()), ("default", lm.default_config)):
                 rest = encoded[used:] + encoded[:used]
-                answers.add(f"{count} streams, {name}", lm.client.call(partial(answers.streams, count, rest, config)))
+                found, _ = lm.client.call(partial(answers.streams, count, rest, config))
+                answers.add(f"{count} streams, {name}", found)
                 used = (used + 5 * count) % len(encoded)
     return answers.records
 
@@ -178,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True, help="a folder with mt_bench.jsonl and the others")
     parser.add_argument("--model", help="a folder, a .gguf or a name; the embedded model without it")
-    parser.add_argument("--shape", choices=MODEL_SHAPES, help="the model's function in a larger shape")
+    parser.add_argument("--shape", choices=SHAPES, help="the model's function in a larger shape")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
@@ -192,7 +205,7 @@ def main() -> None:
     parser.add_argument("--with-window", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file, written after each record")
     options = parser.parse_args()
-    make: Any = shaped_load(options.shape) if options.shape else lookahead.load
+    make: Any = load_in(options.shape) if options.shape else lookahead.load
     place = {"dtype": options.dtype, "device": options.device, "backend": options.backend}
     run(make(options.model, log=print, **place), options)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -54,13 +54,10 @@ MODEL_SHAPES = {
 def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) -> Any:
     """A Llama of this shape that computes the same function as `model`, a small Llama."""
     small = model.config
-    if type(model).__name__ != "LlamaForCausalLM" or small.attention_bias or small.mlp_bias:
-        raise ValueError(f"only a Llama without biases can be inflated, not this {type(model).__name__}")
-    dim = small.head_dim or small.hidden_size // small.num_attention_heads
-    _check(small, shape)
+    check_shape(model, shape)
     config = copy.deepcopy(small)
     config.hidden_size, config.num_hidden_layers = shape.hidden, shape.layers
-    config.intermediate_size, config.head_dim = shape.intermediate, dim
+    config.intermediate_size, config.head_dim = shape.intermediate, head_dim(small)
     config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
     config.rms_norm_eps = small.rms_norm_eps * small.hidden_size / shape.hidden
     config.tie_word_embeddings = False
@@ -73,51 +70,63 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
     for parameter in large.parameters():
         parameter.normal_(std=0.02, generator=generator)
 
-    stretch = (small.hidden_size / shape.hidden) ** 0.5
     hidden = small.hidden_size
     large.model.embed_tokens.weight[:, hidden:] = 0
-    _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    _put(large.lm_head.weight, model.lm_head.weight)
-    _norm(large.model.norm.weight, model.model.norm.weight, stretch)
-    q_heads, kv_heads, source = _heads(small, shape)
+    put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    put(large.lm_head.weight, model.lm_head.weight)
+    put_norm(large.model.norm, model.model.norm)
     for number, block in enumerate(large.model.layers):
-        attention, mlp = block.self_attn, block.mlp
+        mlp = block.mlp
         if number >= small.num_hidden_layers:
-            attention.o_proj.weight.zero_()
+            block.self_attn.o_proj.weight.zero_()
             mlp.down_proj.weight.zero_()
             continue
         old = model.model.layers[number]
-        _norm(block.input_layernorm.weight, old.input_layernorm.weight, stretch)
-        _norm(block.post_attention_layernorm.weight, old.post_attention_layernorm.weight, stretch)
-        # Heads: the small model's where `_heads` puts them, the others without values, or without a way out.
-        for head in set(range(shape.kv_heads)) - set(kv_heads):
-            attention.v_proj.weight[_rows(head, dim)] = 0
-        for head in range(shape.heads):
-            if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
-                attention.o_proj.weight[:, _rows(head, dim)] = 0
-        for index, head in enumerate(q_heads):
-            to, at = _rows(head, dim), _rows(index, dim)
-            attention.q_proj.weight[to, :hidden] = old.self_attn.q_proj.weight[at].to(config.dtype)
-            attention.o_proj.weight[:hidden, to] = old.self_attn.o_proj.weight[:, at].to(config.dtype)
-        for head, index in zip(kv_heads, source, strict=True):
-            to, at = _rows(head, dim), _rows(index, dim)
-            attention.k_proj.weight[to, :hidden] = old.self_attn.k_proj.weight[at].to(config.dtype)
-            attention.v_proj.weight[to, :hidden] = old.self_attn.v_proj.weight[at].to(config.dtype)
-        attention.o_proj.weight[hidden:] = 0
+        put_norm(block.input_layernorm, old.input_layernorm)
+        put_norm(block.post_attention_layernorm, old.post_attention_layernorm)
+        put_attention(block.self_attn, old.self_attn, small, shape)
         # Neurons: the small model's first, the others with nothing to gate.
         mlp.up_proj.weight[small.intermediate_size :] = 0
-        _put(mlp.gate_proj.weight, old.mlp.gate_proj.weight)
-        _put(mlp.up_proj.weight, old.mlp.up_proj.weight)
-        _put(mlp.down_proj.weight, old.mlp.down_proj.weight)
+        put(mlp.gate_proj.weight, old.mlp.gate_proj.weight)
+        put(mlp.up_proj.weight, old.mlp.up_proj.weight)
+        put(mlp.down_proj.weight, old.mlp.down_proj.weight)
         mlp.down_proj.weight[hidden:] = 0
     return large
 
 
-def _check(small: Any, shape: ModelShape) -> None:
-    names = "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"
-    for (name, given), theirs in zip(asdict(shape).items(), names, strict=True):
-        if given < getattr(small, theirs):
-            raise ValueError(f"{name}={given} is less than the small model's {getattr(small, theirs)}")
+def put_attention(attention: Any, old: Any, small: Any, shape: ModelShape) -> None:
+    """The small model's heads where `_heads` puts them, the others without values, or without a way out."""
+    dim, hidden = head_dim(small), small.hidden_size
+    q_heads, kv_heads, source = _heads(small, shape)
+    for head in set(range(shape.kv_heads)) - set(kv_heads):
+        attention.v_proj.weight[_rows(head, dim)] = 0
+    for head in range(shape.heads):
+        if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
+            attention.o_proj.weight[:, _rows(head, dim)] = 0
+    for index, head in enumerate(q_heads):
+        to, at = _rows(head, dim), _rows(index, dim)
+        put(attention.q_proj.weight[to], old.q_proj.weight[at])
+        put(attention.o_proj.weight[:, to], old.o_proj.weight[:, at])
+    for head, index in zip(kv_heads, source, strict=True):
+        to, at = _rows(head, dim), _rows(index, dim)
+        put(attention.k_proj.weight[to], old.k_proj.weight[at])
+        put(attention.v_proj.weight[to], old.v_proj.weight[at])
+    attention.o_proj.weight[hidden:] = 0
+
+
+def head_dim(small: Any) -> int:
+    return int(small.head_dim or small.hidden_size // small.num_attention_heads)
+
+
+def check_shape(model: Any, shape: ModelShape) -> None:
+    """Raise ValueError for a model that cannot be padded into this shape."""
+    small = model.config
+    if type(model).__name__ != "LlamaForCausalLM" or small.attention_bias or small.mlp_bias:
+        raise ValueError(f"only a Llama without biases can be inflated, not this {type(model).__name__}")
+    theirs = "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    for field, their in zip(fields(ModelShape), theirs, strict=True):
+        if (given := getattr(shape, field.name)) < getattr(small, their):
+            raise ValueError(f"{field.name}={given} is less than the small model's {getattr(small, their)}")
     if shape.heads % shape.kv_heads:
         raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
 
@@ -141,17 +150,21 @@ def _rows(head: int, dim: int) -> slice:
     return slice(head * dim, (head + 1) * dim)
 
 
-def _put(large: torch.Tensor, small: torch.Tensor) -> None:
+def put(large: torch.Tensor, small: torch.Tensor) -> None:
     """The small matrix into the corner of the large one."""
-    large[: small.shape[0], : small.shape[1]] = small.to(large.dtype)
+    large[: small.shape[0], : small.shape[1]] = small.to(large)
 
 
-def _norm(large: torch.Tensor, small: torch.Tensor, stretch: float) -> None:
-    large[: len(small)] = (small.float() * stretch).to(large.dtype)
+def put_norm(large: Any, small: Any) -> None:
+    """A norm's weight, stretched as the mean over the wider vector is smaller."""
+    size = len(small.weight)
+    large.weight[:size] = (small.weight.float() * (size / len(large.weight)) ** 0.5).to(large.weight)
 
 
-def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callable[..., Any]:
-    """`lookahead.load`, but the model comes in this shape."""
+def shaped_load(
+    shape: str, load: Callable[..., Any] = lookahead.load, make: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
+    """`lookahead.load`, but the model comes in this shape. `make` makes it of the small `LookaheadModel`."""
 
     def loaded(name: str | None = None, *, backend: str = "auto", config: Any = None, **options: Any) -> Any:
         format = options.get("dtype") if options.get("dtype") in FORMATS else None
@@ -159,7 +172,7 @@ def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callab
             options["dtype"] = "bfloat16"
         # The small model answers nothing: it needs no graphs, no config that suits it, and no notes on its backend.
         small = load(name, backend="eager", config=LookaheadConfig(), **{**options, "log": None})
-        large = inflate(small.model, MODEL_SHAPES[shape], dtype=small.dtype)
+        large = inflate(small.model, MODEL_SHAPES[shape], dtype=small.dtype) if make is None else make(small)
         if format is not None:
             quantise_model(large, format, large.device, options.get("log"))
         return fitted(large, small.tokenizer, f"{small.name} in {shape} shape", backend, options.get("log"), config)
@@ -167,9 +180,9 @@ def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callab
     return loaded
 
 
-def main() -> None:
+def main(shapes: Iterable[str] = MODEL_SHAPES, load_in: Callable[[str], Callable[..., Any]] = shaped_load) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("shape", choices=MODEL_SHAPES)
+    parser.add_argument("shape", choices=list(shapes))
     parser.add_argument("verb", nargs=argparse.REMAINDER, help="of `lookahead`, or gpu, with its options")
     args = parser.parse_args()
     if others := [word for word in args.verb if word.startswith(("--ranks", "--replicas"))]:
@@ -177,12 +190,12 @@ def main() -> None:
     if args.verb[:1] == ["gpu"]:
         from lookahead.bench.gpu.command import main as gpu
 
-        gpu(args.verb[1:], shaped_load(args.shape), args.shape)
+        gpu(args.verb[1:], load_in(args.shape), args.shape)
     else:
         from lookahead.cli import app
         from lookahead.cli.common import Host
 
-        app(args.verb, prog_name="lookahead", obj=Host(load=shaped_load(args.shape), arguments=args.verb))
+        app(args.verb, prog_name="lookahead", obj=Host(load=load_in(args.shape), arguments=args.verb))
 
 
 if __name__ == "__main__":
