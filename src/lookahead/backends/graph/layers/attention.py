@@ -90,8 +90,7 @@ class AttentionLayer:
         }
         multiply_in, multiply_out = self.qkv.plan(size), self.out.plan(size)
         multiply_gate = None if self.gate is None else self.gate.plan(size)
-        gate = buffers.get("output_gate")
-        gate_bias = None if self.gate is None else self.gate.bias
+        gate, gate_bias = buffers.get("output_gate", qkv), None if self.gate is None else self.gate.bias
 
         def run() -> None:
             multiply_in(normed, qkv)
