@@ -31,6 +31,7 @@ from answers import Answers, prompts_of, stream_prompts, weight_bytes
 from inflate_experts import MIXTURE_SHAPES, load_in
 from random_experts import PASS_ROWS, PLAIN, RANDOM_SHAPES, random_mixture, speed, watched
 
+import lookahead
 from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.bench.run.about import device_name, versions
@@ -38,7 +39,6 @@ from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.request import Request
 from lookahead.generate import Completion, LookaheadModel
-from lookahead.loading.embedded import EMBEDDED, resolve
 
 VERBS = ("speed", "texts", "edit", "rule")
 SETS = ("mt-bench", "humaneval")
@@ -271,9 +271,7 @@ def main(
     options = parsed(arguments)
     records = Records(options.json)
     if "speed" in options.verbs:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(options.model or resolve(EMBEDDED))
+        tokenizer = lookahead.load(options.model, device="cpu", backend="eager", config=PLAIN).tokenizer
         for name in options.names:
             model = make(RANDOM_SHAPES[name], "cuda" if options.device == "auto" else options.device)
             records.about["gpu"] = device_name(model.device)
