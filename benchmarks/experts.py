@@ -212,6 +212,10 @@ class Speaking:
                 self.records.add("rule", f"time of {size} to {2 * size - 1} rows", **values)
 
 
+def tokenizer_of(model: str | None) -> Any:
+    return lookahead.load(model, device="cpu", backend="eager", config=PLAIN).tokenizer
+
+
 def sampled(temperature: float) -> dict[str, Any]:
     return {"temperature": temperature, "seed": 11} if temperature else {}
 
@@ -271,7 +275,7 @@ def main(
     options = parsed(arguments)
     records = Records(options.json)
     if "speed" in options.verbs:
-        tokenizer = lookahead.load(options.model, device="cpu", backend="eager", config=PLAIN).tokenizer
+        tokenizer = tokenizer_of(options.model)
         for name in options.names:
             model = make(RANDOM_SHAPES[name], "cuda" if options.device == "auto" else options.device)
             records.about["gpu"] = device_name(model.device)

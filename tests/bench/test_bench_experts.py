@@ -63,7 +63,7 @@ def test_a_mixture_that_speaks_is_measured(
 
 
 def test_random_mixtures_are_measured(arguments: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: tokenizer)
+    monkeypatch.setattr("experts.tokenizer_of", lambda _: tokenizer)
     monkeypatch.setattr("random_experts.PASS_ROWS", (1, 4))
     models = list[Any]()
 

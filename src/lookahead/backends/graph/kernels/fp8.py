@@ -158,7 +158,9 @@ def fitted(tile: Fp8Tile, shared: int) -> Fp8Tile:
         return tile
     if tile.stages > 2:
         return fitted(replace(tile, stages=tile.stages - 1), shared)
-    return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), shared)
+    if tile.block_m > 16:
+        return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), shared)
+    return fitted(replace(tile, block_n=tile.block_n // 2, warps=tile.warps // 2, stages=3), shared)
 
 
 @dataclass(slots=True)
