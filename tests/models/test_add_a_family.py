@@ -15,7 +15,8 @@ from lookahead.models import reference
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import FeedForward, MoE, Router
 from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.norm import Norm
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 PAGE = (Path(__file__).parents[2] / "docs" / "development.md").read_text(encoding="utf-8")
 TOKENS = [(7 * i * i + 3) % VOCABULARY for i in range(30)]

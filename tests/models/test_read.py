@@ -268,7 +268,7 @@ def test_published_checkpoints(name: str) -> None:
         assert attention.qkv.shape == (facts.q + 2 * facts.kv, facts.hidden)
         assert attention.qkv.has_bias is any(key.endswith("bias") for key in facts.extra)
         assert (attention.q_norm is not None) is (attention.k_norm is not None) is ("q_norm" in str(facts.extra))
-        norms = [block.attention_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm]
+        norms = [block.mixer_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm]
         assert {norm.eps for norm in norms if norm is not None} == {facts.eps}
         assert feed_forward.gate_up.shape == (2 * facts.inner, facts.hidden)
         assert not any(matrix.has_bias for matrix in (attention.out, feed_forward.gate_up, feed_forward.down))

@@ -12,8 +12,9 @@ import torch
 from lookahead.models.facts import UnsupportedModelError, rope_limit
 from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.quantised import QuantisedLinear
-from lookahead.models.spec import Attention, Decoder, Norm, Rope
+from lookahead.models.spec import Attention, Decoder, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
 """(text model without its head, LM head, config of the text model) -> its description. In a model that also reads

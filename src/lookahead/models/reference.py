@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
 from lookahead.models.matrix import ExpertMatrix, Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.quantised import QuantisedLinear
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -88,10 +89,11 @@ KeysValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 def block(spec: Block, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden], by block `number`."""
-    attended = attention(spec.attention, norm(spec.attention_norm, x), rows, shared, number)
-    attended = norm(spec.attention_out_norm, attended) * spec.residual_scale
+    own, fed_forward = spec.plain()
+    attended = attention(own, norm(spec.mixer_norm, x), rows, shared, number)
+    attended = norm(spec.mixer_out_norm, attended) * spec.residual_scale
     between = x if spec.parallel else x + attended
-    fed = feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, between))
+    fed = feed_forward(fed_forward, norm(spec.feed_forward_norm, between))
     fed = norm(spec.feed_forward_out_norm, fed) * spec.residual_scale
     x = x + attended + fed if spec.parallel else between + fed
     return x if spec.output_scale is None else x * spec.output_scale

@@ -34,7 +34,7 @@ def read_hyperclovax(base: Any, head: Any, config: Any) -> Decoder:
     described, blocks = read_granite(base, head, config), []
     for layer, block in zip(base.layers, described.blocks, strict=True):
         norms = (read_norm(layer.post_norm1), read_norm(layer.post_norm2)) if config.use_post_norm else (None, None)
-        blocks.append(replace(block, attention_out_norm=norms[0], feed_forward_out_norm=norms[1]))
+        blocks.append(replace(block, mixer_out_norm=norms[0], feed_forward_out_norm=norms[1]))
     return replace(described, blocks=blocks, logit_scale=float(config.logits_scaling))
 
 
@@ -46,8 +46,7 @@ def read_granite_swa(base: Any, head: Any, config: Any, **parts: Any) -> Decoder
     blocks = []
     for layer, block, theta, window in layers:
         rope = ropes[theta] if theta else None
-        attention = replace(block.attention, rope=rope, window=window, sinks=layer.self_attn.sinks.detach())
-        blocks.append(replace(block, attention=attention))
+        blocks.append(block.with_attention(rope=rope, window=window, sinks=layer.self_attn.sinks.detach()))
     return replace(described, blocks=blocks)
 
 

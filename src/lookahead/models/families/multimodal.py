@@ -55,13 +55,13 @@ def read_three_axes(base: Any, head: Any, config: Any, feed_forward: FeedForward
     """A Qwen2 or Qwen3 with positions along three axes."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.layers]
     described = llama.read_with_windows(base, head, config, windows, feed_forward=feed_forward)
-    ropes: dict[Rope | None, Rope | None] = {None: None}
+    ropes: dict[Rope, Rope] = {}
     blocks = []
     for block in described.blocks:
-        rope = block.attention.rope
-        if rope not in ropes and rope is not None:
+        rope = None if block.attention is None else block.attention.rope
+        if rope is not None and rope not in ropes:
             ropes[rope] = replace(rope, module=EqualAxes(rope.module))
-        blocks.append(replace(block, attention=replace(block.attention, rope=ropes[rope])))
+        blocks.append(block if rope is None else block.with_attention(rope=ropes[rope]))
     return replace(described, blocks=blocks)
 
 

@@ -16,6 +16,7 @@ from lookahead.models.experts import read_softmax_moe
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.llama import read_llama, read_with_windows
 from lookahead.models.matrix import Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.parts import (
     CausalLM,
     FeedForwardReader,
@@ -27,7 +28,7 @@ from lookahead.models.parts import (
     read_rope,
     read_ropes_by_type,
 )
-from lookahead.models.spec import Block, Decoder, Norm, Rope
+from lookahead.models.spec import Block, Decoder, Rope
 
 _norm = partial(read_norm, rounds_first=False)
 
@@ -92,7 +93,7 @@ def _read(
             read_attention(layer.self_attn, rope, window, norm=norm, **attention),
             None,
             feed_forward(layer),
-            attention_out_norm=norm(layer.post_attention_layernorm),
+            mixer_out_norm=norm(layer.post_attention_layernorm),
             feed_forward_out_norm=norm(layer.post_feedforward_layernorm),
         )
         for layer, (rope, window) in zip(base.layers, layers, strict=True)

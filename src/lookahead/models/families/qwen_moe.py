@@ -49,8 +49,7 @@ def read_mellum(base: Any, head: Any, config: Any) -> Decoder:
         feed_forward=qwen3_feed_forward(config),
     )
     blocks = [
-        replace(block, attention=replace(block.attention, rope=ropes[kind]))
-        for block, kind in zip(described.blocks, config.layer_types, strict=True)
+        block.with_attention(rope=ropes[kind]) for block, kind in zip(described.blocks, config.layer_types, strict=True)
     ]
     return replace(described, blocks=blocks)
 

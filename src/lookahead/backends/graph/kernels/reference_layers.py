@@ -9,7 +9,7 @@ import torch
 from lookahead.backends.graph.kernels.delta import Delta
 from lookahead.models import reference
 from lookahead.models.feed_forward import Activation
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 def embed(
