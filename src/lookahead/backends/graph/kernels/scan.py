@@ -1,6 +1,6 @@
 """The recurrence of gated delta nets and of Mamba-2: states are updated along walks, one token after the other.
 
-A state S [key, value] of a head is kept in fp32. A token with the vectors k and v, a decay and a factor beta updates it:
+A state S [key, value] of a head is kept in fp32. A token with vectors k and v, a decay and a factor beta updates it:
 
     S = decay S;  S = S + k (beta (v - k S))^T  (a gated delta net)  or  S = S + k (beta v)^T  (Mamba-2);  y = q S
 
@@ -15,40 +15,18 @@ again: with the same bits, and without storing a state for each node.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.records import load_walk
+from lookahead.backends.graph.kernels.state_shapes import ScanShape
 
 BLOCK_VALUES = 16
 """Columns of a state that a program updates. One warp holds a block of 128 x 16 in 64 registers, and its sums need no
 barrier. Not yet measured against other sizes."""
 WALKS_AT_ONCE = 64
 """Most walks in the grid; programs take further ones in turn."""
-
-
-class ScanShape(NamedTuple):
-    """The states of a layer: `heads` of `key` x `value` numbers. Consecutive heads share a k and a q, of which there
-    are `key_heads`. In the columns of a row (see `convolve`), q, k and v begin at `q_at`, `k_at` and `v_at`. `delta`:
-    v is what k does not recall yet, and k and q have scales of their own."""
-
-    heads: int
-    key_heads: int
-    key: int
-    value: int
-    q_at: int
-    k_at: int
-    v_at: int
-    delta: bool
-
-    @property
-    def gates(self) -> int:
-        """Numbers of a row in `gates`: for each head its decay, then for each its beta; with `delta` for each key head
-        the scale of q, then for each that of k."""
-        return 2 * self.heads + 2 * self.key_heads * self.delta
 
 
 @triton.jit
@@ -60,7 +38,10 @@ def _updated(state, k, v, decay, beta, DELTA: tl.constexpr):
     return state + k[:, None] * (v * beta)[None, :]
 
 
-@triton.jit(do_not_specialize=["state_layer", "row_layer", "gate_layer", "row_size", "stores"])
+@triton.jit(
+    do_not_specialize=["state_layer", "row_layer", "gate_layer", "row_size", "stores"],
+    do_not_specialize_on_alignment=["walks", "count", "order"],
+)
 def _scan(
     states, mixed, gates, skip, out, walks, count, order, state_layer, row_layer, gate_layer, row_size, stores,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, Q_AT: tl.constexpr,
@@ -83,7 +64,8 @@ def _scan(
     for walk in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
         slot, fresh, begin, tokens, write_from = load_walk(walks, walk)
         own = states + (slot.to(tl.int64) * HEADS + head) * (KEY * VALUE)
-        state = tl.load(own + at, mask=inside & (fresh == 0), other=0.0)
+        there = key < tl.where(fresh == 0, KEY, 0)
+        state = tl.load(own + at, mask=there[:, None] & in_value[None, :], other=0.0)
         for i in range(0, tokens):
             row = tl.load(order + begin + i).to(tl.int64)
             columns = mixed + row * row_size
@@ -98,7 +80,7 @@ def _scan(
                 if DELTA:
                     q = q * tl.load(gate + 2 * HEADS + key_head)
                 y = tl.sum(state * q[:, None], 0)
-                if skip is not None:
+                if not DELTA:
                     y = y + v * tl.load(skip + head).to(tl.float32)
                 tl.store(out + row * (HEADS * VALUE) + head * VALUE + value, y, mask=in_value)
         if stores != 0:
@@ -121,9 +103,9 @@ def scan(
     """Update states along walks, and write the outputs of the tokens that a walk owns.
 
     states [layers, slots, H, key, value] fp32, mixed [layers, rows, columns], gates [layers, rows, G] fp32 (see
-    `ScanShape.gates`), skip [H] or None: times v it is added to y. out [rows, H x value], or, if no walk writes, any
-    tensor. walks [n, 5], count [1] and order [m] int32: see `StateRows`. `stores`: the last state of each walk is
-    stored. No other walk of the launch may read it.
+    `ScanShape.gates`), skip [H]: times v it is added to y in Mamba-2; None in a gated delta net. out [rows, H x value],
+    or, if no walk writes, any tensor of its type. walks [n, 5], count [1] and order [m] int32: see `StateRows`.
+    `stores`: the last state of each walk is stored. No other walk of the launch may read it.
     """
     layers = len(states)
     block = min(BLOCK_VALUES, triton.next_power_of_2(shape.value))

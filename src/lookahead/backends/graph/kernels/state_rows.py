@@ -31,7 +31,7 @@ class StateRows:
     kept [R]          the index in the ring where a node is kept, -1 for rows of a chunk and padding
     flags [R]         work space
     order [R + L W]   the rows of walks: all rows in order, then the path to each of up to L leaves of up to W nodes
-    chunk_walks [B, 5], tree_walks [L, 5] and counts [2], the number of each: see `records.Walk`
+    chunk_walks [B, 5] and tree_walks [L, 5] (see `records.Walk`), and their numbers chunk_count [1] and tree_count [1]
     """
 
     sequences: torch.Tensor
@@ -47,7 +47,8 @@ class StateRows:
     order: torch.Tensor
     chunk_walks: torch.Tensor
     tree_walks: torch.Tensor
-    counts: torch.Tensor
+    chunk_count: torch.Tensor
+    tree_count: torch.Tensor
     ring: int
 
     @property
@@ -75,6 +76,7 @@ def new_state_rows(views: dict[str, torch.Tensor], reach: int, most_nodes: int, 
         order=like.new_zeros(size + nodes * nodes),
         chunk_walks=like.new_zeros(len(views["sequences"]), len(Walk)),
         tree_walks=like.new_zeros(nodes, len(Walk)),
-        counts=like.new_zeros(2),
+        chunk_count=like.new_zeros(1),
+        tree_count=like.new_zeros(1),
         ring=ring,
     )

@@ -53,8 +53,8 @@ def _flag_rows(sequence_of, parents, sequences, flags, rows, BLOCK: tl.constexpr
 
 @triton.jit
 def _list_walks(
-    sequence_of, parents, sequences, flags, kept_base, above, kept, order, chunk_walks, tree_walks, counts,
-    rows, ring, width, REACH: tl.constexpr, BLOCK: tl.constexpr,
+    sequence_of, parents, sequences, flags, kept_base, above, kept, order, chunk_walks, tree_walks, chunk_count,
+    tree_count, rows, ring, width, REACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows). Walks are numbered in the order of their first rows, or of their leaves."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _list_walks(
     fresh = (length == 0).to(tl.int32)
     store_walk(chunk_walks, chunk, slot, fresh, first, root - first, tl.zeros_like(row), is_chunk == 1)
     count = tl.zeros((BLOCK,), tl.int32)
-    owned = tl.zeros((BLOCK,), tl.int32)  # nodes that no earlier leaf's path goes through
+    owned = tl.zeros((BLOCK,), tl.int32)  # nodes that this path writes
     is_own = is_leaf
     at = tl.where(is_leaf == 1, row - root, -1)
     while tl.max(at, 0) >= 0:
@@ -110,15 +110,15 @@ def _list_walks(
         depth -= 1
         at = tl.load(parents + root + at, mask=climbing, other=-1)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(counts, chunks + tl.sum(is_chunk, 0))
-        tl.store(counts + 1, leaves + tl.sum(is_leaf, 0))
+        tl.store(chunk_count, chunks + tl.sum(is_chunk, 0))
+        tl.store(tree_count, leaves + tl.sum(is_leaf, 0))
 
 
 def list_walks(rows: StateRows) -> None:
     """Compute the walks of a step, what comes before its rows, and where its nodes are kept; see `StateRows`.
 
-    A node's output is written by the first leaf below it: a leaf's path writes the nodes from the leaf up to the first
-    that is not its parent's first child.
+    A node's output is written on the way to one of the leaves below it, to which first children lead: a path writes the
+    nodes from its leaf up to the first that is not its parent's first child.
     """
     size, reach = rows.above.shape
     grid = (triton.cdiv(size, BLOCK_ROWS),)
@@ -127,6 +127,6 @@ def list_walks(rows: StateRows) -> None:
     )  # fmt: skip
     _list_walks[grid](
         rows.sequence_of, rows.parents, rows.sequences, rows.flags, rows.kept_base, rows.above, rows.kept, rows.order,
-        rows.chunk_walks, rows.tree_walks, rows.counts, size, rows.ring, rows.most_nodes,
+        rows.chunk_walks, rows.tree_walks, rows.chunk_count, rows.tree_count, size, rows.ring, rows.most_nodes,
         REACH=reach, BLOCK=BLOCK_ROWS, num_warps=1,
     )  # fmt: skip
