@@ -205,7 +205,7 @@ class Decoder:
     class may read placeholders of images as padding. The head's weight [vocabulary, hidden] may be the embedding
     itself. Logits are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
 
-    `residual_fp32`: the residual stream is in fp32, and only what the norms give has the weights' dtype.
+    `residual_fp32`: the residual stream is in fp32. The blocks read it in the weights' dtype, the last norm in fp32.
 
     Attention is causal. Not `causal_prompt`: the tokens of a prompt may see each other, so only the model's own forward
     pass runs prompts; what follows them is causal.
