@@ -232,7 +232,7 @@ def route(spec: Router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if spec.scoring is Scoring.CHOSEN:
             weights = weights.softmax(-1)
     if spec.normalised:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps).clamp(min=1e-20)
     weights = weights * spec.scale
     return chosen, weights if spec.expert_scale is None else weights * spec.expert_scale.float()[chosen]
 
