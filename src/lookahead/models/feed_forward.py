@@ -87,7 +87,7 @@ class Router:
     with the largest score + `choice_bias` are chosen, of equal ones the first. With `groups` the experts are in as many
     equal groups in a row, of which only `kept_groups` may be chosen from: those whose `group_best` best experts have
     the largest sum of scores and biases. The chosen experts' weights are their scores without the bias; if
-    `normalised`, divided by their sum; times `scale` and, if given, `expert_scale` [experts].
+    `normalised`, divided by their sum + `sum_eps`; times `scale` and, if given, `expert_scale` [experts].
     """
 
     logits: Matrix
@@ -101,6 +101,7 @@ class Router:
     scale: float = 1.0
     expert_scale: torch.Tensor | None = None
     jitter: float = 0.0
+    sum_eps: float = 0.0
 
     def __post_init__(self) -> None:
         experts = self.logits.shape[0]

@@ -105,6 +105,17 @@ def read_rope(module: Any, config: Any, **changes: Any) -> Rope:
     return Rope(module, 2 * len(module.inv_freq), rope_limit(config), **changes)
 
 
+@dataclass(frozen=True)
+class EqualAxes:
+    """A rotary module with positions along three axes, called with the same position for all of them."""
+
+    module: Any
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosine, sine = self.module(x, positions[None].expand(3, -1, -1))
+        return (cosine[0], sine[0]) if cosine.dim() == 4 else (cosine, sine)  # 4-D up to transformers 5.21
+
+
 def read_ropes_by_type(module: Any, config: Any) -> dict[str, Rope]:
     """The rotations of a rotary module that has other frequencies for each of the config's layer types."""
     return {

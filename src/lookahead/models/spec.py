@@ -17,7 +17,7 @@ from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import FeedForward, MoE
 from lookahead.models.matrix import ExpertMatrix, Matrix, check_shape
 from lookahead.models.norm import Norm
-from lookahead.models.recurrent import Recurrent
+from lookahead.models.recurrent import GatedDelta, Mamba2, Recurrent
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +205,7 @@ class Decoder:
     class may read placeholders of images as padding. The head's weight [vocabulary, hidden] may be the embedding
     itself. Logits are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
 
-    `residual_fp32`: the residual stream is in fp32, and only what the norms give has the weights' dtype.
+    `residual_fp32`: the residual stream is in fp32. The blocks read it in the weights' dtype, the last norm in fp32.
 
     Attention is causal. Not `causal_prompt`: the tokens of a prompt may see each other, so only the model's own forward
     pass runs prompts; what follows them is causal.
@@ -256,6 +256,8 @@ def check_plain(decoder: Decoder) -> None:
         if attention.gate_heads is not None:
             raise UnsupportedModelError("the gates of its attention are in the matrix of the queries")
         dense = feed_forward.shared if isinstance(feed_forward, MoE) else feed_forward
+        if isinstance(feed_forward, MoE) and feed_forward.router.sum_eps:
+            raise UnsupportedModelError("its routers add a number to a sum")
         if isinstance(feed_forward, MoE) and (not feed_forward.gated or feed_forward.latent_in is not None):
             raise UnsupportedModelError("its experts have no gate, or read a projection of their input")
         if dense is not None and (dense.gate_scale, dense.out_scale) != (1.0, 1.0):
@@ -271,9 +273,14 @@ def expert_matrices_in(decoder: Decoder) -> Iterator[ExpertMatrix]:
             yield from (block.feed_forward.gate_up, block.feed_forward.down)
 
 
-def router_tensors_in(decoder: Decoder) -> Iterator[torch.Tensor]:
-    """The weights of all routers, which may have another dtype than the other weights: they are used in fp32."""
+def fp32_tensors_in(decoder: Decoder) -> Iterator[torch.Tensor]:
+    """The weights of all routers, and what decays and skips are computed from: they are used in fp32, so they may be in
+    fp32 where the other weights are not."""
     for block in decoder.blocks:
+        if isinstance(block.recurrent, GatedDelta | Mamba2):
+            yield from (block.recurrent.a_log, block.recurrent.dt_bias)
+        if isinstance(block.recurrent, Mamba2):
+            yield block.recurrent.skip
         if isinstance(block.feed_forward, MoE):
             router = block.feed_forward.router
             own = router.logits.weight(), router.logits.bias(), router.choice_bias, router.expert_scale

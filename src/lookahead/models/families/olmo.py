@@ -16,6 +16,7 @@ from lookahead.models.experts import read_softmax_moe
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.llama import read_llama, read_with_windows
 from lookahead.models.matrix import Matrix
+from lookahead.models.mixers import read_gated_delta
 from lookahead.models.norm import Norm
 from lookahead.models.parts import (
     CausalLM,
@@ -28,6 +29,7 @@ from lookahead.models.parts import (
     read_rope,
     read_ropes_by_type,
 )
+from lookahead.models.recurrent import GatedDelta
 from lookahead.models.spec import Block, Decoder, Rope
 
 _norm = partial(read_norm, rounds_first=False)
@@ -72,6 +74,29 @@ def read_flex_olmo(base: Any, head: Any, config: Any) -> Decoder:
     return _read(base, head, config, layers, norm=_norm, feed_forward=_experts(config), whole_norms=True)
 
 
+def read_olmo_hybrid(base: Any, head: Any, config: Any) -> Decoder:
+    """Its layers with a gated delta net have norms before both halves, those with attention have OLMo 3's."""
+    rope, blocks = None if base.rotary_emb is None else read_rope(base.rotary_emb, config), []
+    for layer in base.layers:
+        feed_forward = read_feed_forward(layer.mlp, config.hidden_act)
+        after = _norm(layer.post_attention_layernorm)
+        if hasattr(layer, "linear_attn"):
+            blocks.append(
+                Block(_norm(layer.input_layernorm), _read_gated_delta(layer.linear_attn), after, feed_forward)
+            )
+            continue
+        attention = read_attention(layer.self_attn, rope, None, norm=_norm, whole_norms=True)
+        norms = {"mixer_out_norm": after, "feed_forward_out_norm": _norm(layer.post_feedforward_layernorm)}
+        blocks.append(Block(None, attention, None, feed_forward, **norms))
+    return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((head,)))
+
+
+def _read_gated_delta(module: Any) -> GatedDelta:
+    parts = module.q_proj, module.k_proj, module.v_proj, module.g_proj, module.b_proj, module.a_proj
+    norm, out, scale = read_norm(module.o_norm), Matrix((module.o_proj,)), 2.0 if module.allow_neg_eigval else 1.0
+    return read_gated_delta(module, Matrix(parts), norm=norm, out=out, beta_scale=scale)
+
+
 def _experts(config: Any) -> FeedForwardReader:
     return lambda layer: read_softmax_moe(layer.mlp, config.hidden_act)
 
@@ -107,5 +132,6 @@ READERS = {
     "Olmo3ForCausalLM": CausalLM(read_olmo3),
     "Exaone4ForCausalLM": CausalLM(read_exaone4),
     "OlmoeForCausalLM": CausalLM(read_olmoe),
+    "OlmoHybridForCausalLM": CausalLM(read_olmo_hybrid),
     "FlexOlmoForCausalLM": CausalLM(read_flex_olmo),
 }
