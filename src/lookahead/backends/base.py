@@ -97,6 +97,9 @@ class Capabilities:
     sequence in a pass; None where only the pass's rows limit it. Without `runs_prompts` a sequence has to begin with
     adopted K/V: only the model's own forward pass runs its prompts (see `Decoder.causal_prompt`).
 
+    Sequences: at most `most_sequences` may be open, or None for no limit. Without `adopts`, a sequence has more than
+    K/V, so that `adopt` and `cached` are refused and nothing is shared by `remember`: each sequence runs its prompt.
+
     `overlaps`: the device runs asynchronously, so that the next step may begin before the host has handled the results
     of the last one. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run every
     pass together, with tensor or lookahead parallelism: all of them must choose the same trees, so none may rely on its
@@ -114,7 +117,9 @@ class Capabilities:
     pads: bool = False
     row_sizes: tuple[int, ...] = ()
     prompt_chunk: int | None = None
+    most_sequences: int | None = None
     runs_prompts: bool = True
+    adopts: bool = True
     overlaps: bool = False
     draws_noise: bool = False
     ranks: int = 1

@@ -15,7 +15,7 @@ from lookahead.backends.exact import check_exact
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.engine.inputs import largest_input, make_input
 from lookahead.engine.request import Event, Request, StepResult
-from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler, most_sequences
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
@@ -94,7 +94,7 @@ class Engine:
 
     def set_max_sequences(self, max_sequences: int) -> None:
         """Run at most `max_sequences` requests at once from now on."""
-        self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows)
+        self._scheduler.max_sequences = most_sequences(self.backend, max_sequences)
 
     def abort(self, *, wait: bool = True) -> None:
         """Remove all requests after an error of the backend. Their K/V are not cached.

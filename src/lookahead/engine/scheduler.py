@@ -62,6 +62,12 @@ class ScheduledBatch:
         return len(self.requests) * max([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
 
 
+def most_sequences(backend: Backend, wanted: int) -> int:
+    """How many of the wanted sequences may run at once: each needs a row of every pass, and a slot."""
+    slots = backend.capabilities.most_sequences
+    return min(wanted, backend.most_rows if slots is None else min(slots, backend.most_rows))
+
+
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
 
@@ -73,7 +79,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.backend, self._max_mixed_rows = backend, max_mixed_rows
-        self.max_sequences = min(max_sequences, backend.most_rows)
+        self.max_sequences = most_sequences(backend, max_sequences)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0

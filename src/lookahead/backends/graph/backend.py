@@ -32,10 +32,11 @@ from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.planner import Planner
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
-from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, PAGE, ROW_SIZES, bucket
+from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, MOST_STATE_NODES, PAGE, ROW_SIZES, bucket
 from lookahead.backends.support import check_supported
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
+from lookahead.kv.states import KeptRows
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder, experts_of
@@ -69,7 +70,7 @@ class GraphBackend:
         description: Decoder | None = None,
         adopts_prompts: bool = False,
     ) -> None:
-        check_supported(model)
+        check_supported(model, recurrent=True)
         decoder = read(model, "graph") if description is None else description
         if not (decoder.causal_prompt or adopts_prompts):
             raise UnsupportedModelError(
@@ -81,18 +82,6 @@ class GraphBackend:
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
         self.max_length = context_length(model.config.get_text_config(decoder=True))
         self.most_rows = bucket(most_rows)
-        self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED)
-        self.capabilities = Capabilities(
-            "graph",
-            exact_nodes=INVARIANT_NODES if self.invariant else None,
-            exact_depth=NEAR_KEYS if self.invariant else None,
-            row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
-            experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
-            runs_prompts=decoder.causal_prompt,
-            overlaps=self.device.type == "cuda",
-            draws_noise=True,
-        )
-        self.vocab_size: int = len(decoder.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.runner = Runner(
             decoder,
@@ -103,7 +92,24 @@ class GraphBackend:
             most_rows=self.most_rows,
             drop_pages=drop_pages,
         )
-        self.slots = Slots(new_pools(self.kv, self.most_rows), self.kv.longest, MOST_SEQUENCES)
+        states = self.runner.state.states
+        most_slots = None if states is None else states.slots
+        self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED if states is None else MOST_STATE_NODES)
+        self.capabilities = Capabilities(
+            "graph",
+            exact_nodes=INVARIANT_NODES if self.invariant else None,
+            exact_depth=NEAR_KEYS if self.invariant else None,
+            row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
+            most_sequences=most_slots,
+            experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
+            runs_prompts=decoder.causal_prompt,
+            adopts=states is None,
+            overlaps=self.device.type == "cuda",
+            draws_noise=True,
+        )
+        self.vocab_size: int = len(decoder.embedding)
+        kept = None if states is None else KeptRows(states.ring)
+        self.slots = Slots(new_pools(self.kv, self.most_rows), self.kv.longest, MOST_SEQUENCES, most_slots, kept)
         rules = Rules(self.vocab_size, self.runner.reserve_table_slots, pinned=self.device.type == "cuda")
         self.planner = Planner(
             self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
@@ -175,9 +181,9 @@ class GraphBackend:
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are cached in the slot. Shifted positions are
-        not shared."""
+        not shared, and neither is the K/V of a model with recurrent states."""
         state = self.slots[slot]
-        if state.shift:
+        if state.shift or self.slots.kept is not None:
             return
         self.pool.remember(state.tables, tokens[: state.length])
 
@@ -188,10 +194,16 @@ class GraphBackend:
 
     @on_model_device
     def check_room(self, sequences: int, tokens: int) -> None:
-        """Make sure that `sequences` sequences of `tokens` tokens each fit into the pages at once.
+        """Make sure that `sequences` sequences of `tokens` tokens each fit into the slots and pages at once.
 
-        If they do not, and no slot is open, the K/V is reallocated. Raises UnsupportedModelError if that is impossible.
+        If the pages do not, and no slot is open, the K/V is reallocated. Raises UnsupportedModelError if that is
+        impossible.
         """
+        if sequences > self.slots.most_slots:
+            raise UnsupportedModelError(
+                f"the graph backend has room for the recurrent states of {self.slots.most_slots} sequences, and "
+                f"{sequences} are needed; use a smaller batch"
+            )
         needs = self.runner.missing_pages(sequences, tokens)
         if not needs:
             return
@@ -279,6 +291,7 @@ class GraphBackend:
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Take over a sequence's K/V: per layer that has its own, keys and values [Hkv, n, D] of the last n of `length`
         tokens."""
+        self._check_no_states("take over")
         shift = offset[0] if offset else 0
         if any(other != shift for other in offset) or shift > MOST_SHIFT:
             raise ValueError(
@@ -302,9 +315,18 @@ class GraphBackend:
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]. A layer with a sliding window may
         return only the tokens that it still reads."""
+        self._check_no_states("hand out")
         self._move_pending()
         state = self.slots[slot]
         return self.runner.read_kv(self.slots.device_pages(state), state.length)
+
+    def _check_no_states(self, what: str) -> None:
+        """Refuse to import or export the K/V of a model that has recurrent states as well."""
+        if not self.capabilities.adopts:
+            raise UnsupportedModelError(
+                f"the graph backend does not {what} the K/V of a sequence with recurrent states, which K/V do not "
+                "restore"
+            )
 
     @on_model_device
     @torch.inference_mode()

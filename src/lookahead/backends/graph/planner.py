@@ -13,10 +13,12 @@ from typing import NamedTuple, Protocol
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, Sampler, StepKind, fallback_kind, step_kind
+from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.rules import Rules
-from lookahead.backends.graph.sizes import MOST_NEEDED, PAGE
+from lookahead.backends.graph.sizes import MOST_NEEDED, MOST_STATE_NODES, PAGE
 from lookahead.backends.graph.targets_packet import StepPacket
-from lookahead.kv.slots import Slots
+from lookahead.kv.slots import Slot, Slots
+from lookahead.kv.states import KeptRows
 
 LAZY_CAPTURE = 128
 """`capture_after` of backends that capture lazily. A capture costs what 50 to 100 steps gain by it, and far more on a
@@ -89,11 +91,22 @@ class Planner:
             targets.write_rules(packet)
         # 5. Moves and new pages, also those of other sequences: last, since they are lost if something above fails.
         packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
+        if self._slots.kept is not None:
+            self._write_states(packet, self._slots.kept, slots, sizes)
         if has_chunks:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
             lengths = [slot.length for slot in slots]
         return Plan(kind, step_packet, starts, lengths)
+
+    def _write_states(self, packet: Packet, kept: KeptRows, slots: Sequence[Slot], nodes: Sequence[int]) -> None:
+        """Write what recurrent states need: the replays of accepted tokens, and where this step's nodes are kept."""
+        replays = kept.take_pending()
+        base = first = kept.take(sum(nodes))
+        for slot, count in zip(slots, nodes, strict=True):
+            slot.kept = first
+            first += count
+        packet.write_states(base % kept.capacity, *replays)
 
     def choose_kind(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
         """The kind of captured step to run for these inputs, whose sequences have `lengths` cached tokens."""
@@ -121,6 +134,11 @@ class Planner:
             raise ValueError(f"trees of {sum(sizes)} tokens do not fit into a pass of {self._most_rows} rows")
         if max(sizes) > MOST_NEEDED:
             raise ValueError(f"a tree of {max(sizes)} tokens is too large; a captured step has at most {MOST_NEEDED}")
+        if self._slots.kept is not None and sum(sizes) > MOST_STATE_NODES:
+            raise ValueError(
+                f"trees of {sum(sizes)} tokens are too large for a step of a model with recurrent states; it has at most "
+                f"{MOST_STATE_NODES}"
+            )
         if rows > self._most_rows:
             raise ValueError(
                 f"a step of {rows} rows does not fit into a pass of {self._most_rows}; run long prompts with "

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.backends.graph.kernels.state_rows import StateRows
+from lookahead.backends.graph.kernels.state_rows import StateRows, new_state_rows
 from lookahead.backends.graph.kernels.state_shapes import ScanShape
 from lookahead.backends.graph.kv import free_bytes
 from lookahead.backends.graph.packet import MOST_SEQUENCES
+from lookahead.backends.graph.sizes import MOST_STATE_NODES
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.recurrent import GatedDelta, Mamba2, Recurrent
 from lookahead.models.spec import Decoder
 
-MOST_STATE_NODES = 256
-"""Maximum nodes of all trees of a pass of a model with recurrent states: the inputs of each node are kept in every such
-layer until they are accepted or dropped. They are as large as K/V."""
 KEPT_ROWS = 2 * MOST_STATE_NODES
 """Rows of the ring: an engine may launch two passes before it commits the first."""
 STATE_SHARE = 0.25
@@ -69,6 +67,11 @@ def state_groups_of(decoder: Decoder) -> tuple[StateGroup, ...]:
     return tuple(StateGroup(*key, tuple(numbers)) for key, numbers in layers.items())
 
 
+def state_and_index(groups: Sequence[StateGroup]) -> dict[int, tuple[int, int]]:
+    """For each recurrent layer, the number of its group, and its index in the group."""
+    return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixStates:
     """The matrices of a group's layers, for all slots.
@@ -116,10 +119,10 @@ class RecurrentStates:
         self.slots, self.ring = slots, KEPT_ROWS
         self.groups = [GroupStates(group, slots, self.ring, rows, like) for group in groups]
 
-    @property
-    def reach(self) -> int:
-        """How many earlier inputs a convolution reads."""
-        return max(states.group.taps - 1 for states in self.groups)
+    def of_step(self, views: dict[str, torch.Tensor]) -> StepStates:
+        """The states and rows of a step whose packet has these fields on the device."""
+        reach = max(states.group.taps - 1 for states in self.groups)
+        return StepStates(self, new_state_rows(views, reach, MOST_STATE_NODES, self.ring))
 
 
 @dataclass(frozen=True)

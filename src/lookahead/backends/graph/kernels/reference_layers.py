@@ -53,6 +53,7 @@ def add_norm(
         x = x * output_scale
     if deltas and rows is None:
         residual[chosen] = x
+    x = x.to(outs[0].dtype) if rows is None else x
     for norm, out in zip(norms, outs, strict=True):
         out.copy_(reference_parts.norm(norm, x))
 

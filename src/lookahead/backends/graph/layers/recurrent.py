@@ -19,18 +19,29 @@ from lookahead.models.recurrent import GatedDelta, Mamba2, Recurrent, ShortConv
 
 
 class RecurrentLayer:
-    """normed -> delta: the projection, the convolution, the recurrence and its gated norm, the output projection. The
-    norm that adds delta adds the bias of `out`.
+    """normed -> delta, or from and to other buffers: the projection, the convolution, the recurrence and its gated
+    norm, the output projection. The norm that adds delta adds the bias of `out`, unless `adds_bias` is false.
 
     Its states are those of layer number `index` of the model's state group number `group`. No token's result depends on
     the tokens beside it: see `kernels.scan`.
     """
 
     def __init__(
-        self, spec: Recurrent, group: int, index: int, ops: Ops, matrices: Matrices, target: str = "delta"
+        self,
+        spec: Recurrent,
+        group: int,
+        index: int,
+        ops: Ops,
+        matrices: Matrices,
+        source: str = "normed",
+        target: str = "delta",
+        *,
+        adds_bias: bool = True,
     ) -> None:
-        self.spec, self.group, self.index, self._ops, self._target = spec, group, index, ops, target
+        self.spec, self.group, self.index, self._ops = spec, group, index, ops
+        self._source, self.target = source, target
         self.projection, self.out = matrices.lower(spec.projection), matrices.lower(spec.out)
+        self.output_bias = self.out.bias if adds_bias else None
         order, scales = columns_of(spec)
         columns = Columns(self.projection.bias, None if order is None else order.to(torch.int32), scales)
         found = spec.convolution
@@ -85,14 +96,18 @@ class RecurrentLayer:
 
     def buffers(self) -> dict[str, int]:
         inner = self.out.width
-        widths = {"normed": self.projection.width, "projected": self.projection.out, "convolved": self.channels.count}
-        return {**widths, "scanned": inner, "gated": inner, self._target: self.out.out}
+        widths = {
+            self._source: self.projection.width,
+            "projected": self.projection.out,
+            "convolved": self.channels.count,
+        }
+        return {**widths, "scanned": inner, "gated": inner, self.target: self.out.out}
 
     def plan(self, step: StepContext) -> Run:
         assert step.states is not None
         size, buffers = step.kind.rows, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
         normed, projected, convolved, target = (
-            buffers[name] for name in ("normed", "projected", "convolved", self._target)
+            buffers[name] for name in (self._source, "projected", "convolved", self.target)
         )
         ops, rows, states = self._ops, step.states.rows, step.states.memory.groups[self.group]
         inputs, kept = states.inputs[self.index], states.kept_inputs[self.index]
