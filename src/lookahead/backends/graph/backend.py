@@ -90,6 +90,7 @@ class GraphBackend:
             experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
             runs_prompts=decoder.causal_prompt,
             overlaps=self.device.type == "cuda",
+            runs_ahead=True,
             draws_noise=True,
         )
         self.vocab_size: int = len(decoder.embedding)
