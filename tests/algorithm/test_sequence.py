@@ -383,18 +383,10 @@ def test_a_draft_token_is_learned_from_only_if_its_parent_was_accepted() -> None
 
 
 def test_it_goes_on_where_nothing_drafts() -> None:
-    """Then its next step is its next target; but not after the last token."""
-    model = counting_model(9)
-    for rules in (StopRules(3), StopRules(9, max_length=5)):
-        sequence = DecodingSequence([1, 2], PLAIN, rules=rules)
-        said = [sequence.continues_alone]
-        for _ in steps(sequence, model):
-            said.append(sequence.continues_alone)
-        assert said == [True, True, False, False]
     drawn = DecodingSequence([1, 2], PLAIN, SamplingParams(temperature=0.5))
-    assert drawn.continues_alone
+    assert drawn.never_drafts
     ahead = drawn.next_uniforms(3)
     assert [drawn.uniforms(drawn.propose())[0], *ahead] == [drawn._uniforms[place] for place in range(4)]
     assert DecodingSequence([1, 2], PLAIN).next_uniforms(3) == []
     for config in (EVERYTHING, LookaheadConfig.paper(3, 3, 3), LookaheadConfig.jacobi(4), LookaheadConfig(window=0)):
-        assert not DecodingSequence([1, 2], config).continues_alone
+        assert not DecodingSequence([1, 2], config).never_drafts

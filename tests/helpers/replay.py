@@ -76,20 +76,39 @@ class Clock:
 
 
 class ReplayBackend(ToyBackend):
-    """Replays a model's stream. The n-th slot begins at `begins[n]`, and a pass takes what the `table` says."""
+    """Replays a model's stream. The n-th slot begins at `begins[n]`, and a pass takes what the `table` says.
+
+    Before a pass the device waits for the `host`, unless it runs ahead. A pass that ran ahead and was not asked for is
+    lost. `ahead` counts the passes that ran ahead, `lost` those that were lost.
+    """
 
     def __init__(
-        self, model: Replay, begins: Sequence[int], clock: Clock, table: Sequence[float], *, pads: bool = False
+        self,
+        model: Replay,
+        begins: Sequence[int],
+        clock: Clock,
+        table: Sequence[float],
+        *,
+        pads: bool = False,
+        host: float = 0.0,
     ) -> None:
         super().__init__()
         self.model, self.begins, self.clock, self.table = model, begins, clock, table  # type: ignore[assignment]
-        self.capabilities = Capabilities("replay", pads=pads)
-        self.vocab_size = 1 << 20
+        self.capabilities = Capabilities("replay", pads=pads, runs_ahead=host > 0)
+        self.vocab_size, self.most_rows = 1 << 20, 512
+        self.host, self.ahead, self.lost = host, 0, 0
+        self._next_slots: list[int] = []  # of a step that already runs
 
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
-        sizes = [len(item.chunk) + item.tree.size for item in inputs]
+        sizes, slots = [len(item.chunk) + item.tree.size for item in inputs], [item.slot for item in inputs]
         rows = len(sizes) * max(sizes) if self.capabilities.pads else sum(sizes)
+        if self._next_slots == slots and rows == len(slots):
+            self.ahead += 1
+        else:
+            self.lost += bool(self._next_slots)
+            self.clock.now += self.host + (self.table[len(self._next_slots) - 1] if self._next_slots else 0.0)
         self.clock.now += self.table[rows - 1]
+        self._next_slots = slots if all(item.continues_alone for item in inputs) else []
         return super().launch(inputs)
 
     def _read(self, item: StepInput) -> StepOutput:

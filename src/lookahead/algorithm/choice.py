@@ -27,15 +27,17 @@ def choose_trees(
     chunk_tokens: int = 0,
     *,
     pads: bool = False,
+    runs_ahead: bool = False,
 ) -> list[TokenTree]:
     """One tree per sequence, for one step of all of them.
 
     `limit` is the most tokens of all trees together; the roots are always in. `cost` is the current cost of a pass,
     which also has `chunk_tokens` rows of prompts; without it, the curves of the sequences' configs are used. A pass
-    never has more draft tokens than these times cover. With `pads` a pass is padded to its longest tree.
+    never has more draft tokens than these times cover. With `pads` a pass is padded to its longest tree. `runs_ahead`:
+    a step without draft tokens would run ahead of the host, so that it is shorter (see `PassCost.plain_seconds`).
     """
     if len(sequences) == 1:
-        return [sequences[0].propose(limit, cost)]
+        return [sequences[0].propose(limit, cost, runs_ahead=runs_ahead)]
     # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
     together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
     known, share = None, 0
@@ -60,7 +62,8 @@ def choose_trees(
             draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
         drafts.append(draft)
     # 3. The step takes the best draft tokens of all sequences.
-    times = table if cost is None or not len(table) else cost.times_after(chunk_tokens)
+    plain = len(sequences) if runs_ahead else 0
+    times = table if cost is None or not len(table) else cost.times_after(chunk_tokens, plain)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
     limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
     trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
@@ -90,11 +93,29 @@ class DraftBudget:
         chunk_tokens: int = 0,
         *,
         pads: bool = False,
+        runs_ahead: bool = False,
     ) -> list[TokenTree]:
         """One tree per sequence (see `choose_trees`); only roots while drafting does not pay."""
         if self.guarded and not self._guard(len(sequences)).drafts:
             return [sequence.bare_root() for sequence in sequences]
-        return choose_trees(sequences, limit, self.cost, chunk_tokens, pads=pads)
+        return choose_trees(sequences, limit, self.cost, chunk_tokens, pads=pads, runs_ahead=runs_ahead)
+
+    def weighs_drafts(self, sequences: Sequence[DecodingSequence]) -> bool:
+        """Whether draft tokens are weighed against the current times of passes: a step without any is then a choice,
+        not just a step for which nothing was found."""
+        if self.cost is None:
+            return False
+        if len(sequences) == 1:
+            return sequences[0].weighing_times is not None
+        return all(sequence.config.step_cost is not None for sequence in sequences)
+
+    def gain_of_waiting(self, trees: Sequence[TokenTree]) -> float:
+        """The tokens that a step of these trees gives more than plain steps that run ahead give in its time; negative
+        where these give more."""
+        if self.cost is None:
+            return 0.0
+        tokens, rows = sum([1.0 + tree.expected for tree in trees]), sum([tree.size for tree in trees])
+        return tokens - len(trees) * self.cost.seconds(rows) / self.cost.plain_seconds(len(trees))
 
     def record_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
         """Record a step without prompts that gave each sequence this many tokens, for a guarded budget."""

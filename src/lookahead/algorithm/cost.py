@@ -4,7 +4,8 @@ On a GPU a pass of 100 rows takes about as long as a pass of one; on a CPU 8 row
 
 - `CostCurve` is the measured t at a few sizes. `loading.timing` measures it, `loading.fitting` stores it.
 - A *table* is the curve for every number of rows: `table[k]` is the time of a pass of k + 1 rows.
-- `PassCost` is the current cost of a pass: the table, corrected by the times of the engine's last passes.
+- `PassCost` is the current cost of a pass: the table, corrected by the times of the engine's last passes. It also knows
+  the time of a plain step that runs ahead of the host, which is shorter than a pass of as many rows.
 
 `budget` decides from these times how many draft tokens a step takes.
 """
@@ -107,6 +108,10 @@ def table_for_sizes(table: Sequence[float], sizes: Sequence[int]) -> tuple[float
     return tuple(table[min(end, len(table)) - 1] for end in ends)
 
 
+NEWEST_PLAIN = 0.1
+"""The weight of the newest plain step among all that ran ahead."""
+
+
 class PassCost:
     """The current cost of a pass: a measured `table`, and a linear fit to the engine's last passes.
 
@@ -126,6 +131,7 @@ class PassCost:
         self.constant, self.slope = 0.0, 1.0
         # Means over the last passes: the table's times, the passes' times, and the products of these.
         self._x = self._y = self._xx = self._xy = self._weight = 0.0
+        self._ahead: float | None = None  # seconds of plain steps that ran ahead, relative to those of a pass
 
     def _correct_table(self) -> None:
         if self._experts is not None:
@@ -157,17 +163,32 @@ class PassCost:
         if self.constant < (LEAST_SLOPE - self.slope) * self.table[0]:  # then one row would take next to nothing
             self.constant, self.slope = 0.0, self._y / self._x
 
+    def record_plain_step(self, rows: int, seconds: float) -> None:
+        """Record a plain step that ran ahead: the time since the end of the step before it."""
+        ratio = min(1.0, seconds / self.seconds(rows))
+        self._ahead = ratio if self._ahead is None else self._ahead + NEWEST_PLAIN * (ratio - self._ahead)
+
+    def plain_seconds(self, rows: int) -> float:
+        """The time of a plain step of this many sequences that runs ahead of the host: a pass without the host's part.
+        Before the first one, that is what the fit adds to the table."""
+        if self._ahead is not None:
+            return self._ahead * self.seconds(rows)
+        return self.seconds(rows) - max(0.0, self.constant)
+
     def seconds(self, rows: int) -> float:
         """The time of a pass of this many rows. Beyond the table it is that of the table's last entry."""
         return self.constant + self.slope * float(self.table[min(rows, len(self.table)) - 1])
 
-    def times_after(self, rows: int) -> npt.NDArray[np.float64]:
+    def times_after(self, rows: int, plain: int = 0) -> npt.NDArray[np.float64]:
         """The times of passes of `rows` + 1 and more rows, for a pass that already has `rows`. There is always at least
-        one."""
-        return self.constant + self.slope * self.table[min(rows, len(self.table) - 1) :]
+        one. `plain`: a step of this many rows is plain and would run ahead."""
+        times = self.constant + self.slope * self.table[min(rows, len(self.table) - 1) :]
+        if 0 < plain <= len(times):
+            times[plain - 1] = self.plain_seconds(plain)
+        return times
 
-    def times_up_to(self, rows: int) -> array[float] | None:
-        """The times of passes of 1 to `rows` rows, or None if the table is shorter."""
+    def times_up_to(self, rows: int, plain: int = 0) -> array[float] | None:
+        """The times of passes of 1 to `rows` rows, or None if the table is shorter. `plain` as in `times_after`."""
         if rows > len(self.table):
             return None
-        return array("d", (self.constant + self.slope * self.table[:rows]).tobytes())
+        return array("d", self.times_after(0, plain)[:rows].tobytes())

@@ -31,11 +31,16 @@ class Drafting:
         self._running: tuple[Drafter, Verification] | None = None
 
     def propose(
-        self, sequences: Sequence[DecodingSequence], limit: int | None = None, chunk_tokens: int = 0
+        self,
+        sequences: Sequence[DecodingSequence],
+        limit: int | None = None,
+        chunk_tokens: int = 0,
+        *,
+        runs_ahead: bool = False,
     ) -> list[TokenTree]:
         """One tree per sequence, at most `limit` tokens in total, for a pass that also has `chunk_tokens` prompt
-        tokens."""
-        trees = self.budget.choose_trees(sequences, limit, chunk_tokens, pads=self._pads)
+        tokens. `runs_ahead`: see `choose_trees`."""
+        trees = self.budget.choose_trees(sequences, limit, chunk_tokens, pads=self._pads, runs_ahead=runs_ahead)
         # Enforce the limit again: a pass must never have more rows than the backend supports.
         excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []

@@ -90,7 +90,7 @@ class DecodingSequence:
             self._sources.insert(0, self.prediction)
             if output:
                 self.prediction.record_output(self.tokens, output)
-        self._never_drafts = not self._sources and not width
+        self.never_drafts = not self._sources and not width
         self._learns_early = all(source.learns_early for source in self._sources)
         self.weighing_times = weighing_curve(self.config)
         self._shares: dict[tuple[int, bool], int] = {}
@@ -122,11 +122,6 @@ class DecodingSequence:
         return self.room - self.generated
 
     @property
-    def continues_alone(self) -> bool:
-        """Whether this sequence never drafts, so its next step needs only this step's token."""
-        return self._never_drafts and self.left > 1
-
-    @property
     def drafter(self) -> Drafter:
         return self._memory.drafter
 
@@ -142,13 +137,13 @@ class DecodingSequence:
             self._shares[key] = equal_share(self.config, sequences, pads=pads)
         return self._shares[key]
 
-    def propose(self, limit: int | None = None, cost: PassCost | None = None) -> TokenTree:
+    def propose(self, limit: int | None = None, cost: PassCost | None = None, *, runs_ahead: bool = False) -> TokenTree:
         """The tree of a step of this sequence alone, of at most `limit` tokens. `cost` is the current cost of a pass;
-        without it, the config's curve is used."""
+        without it, the config's curve is used. `runs_ahead`: see `choice.choose_trees`."""
         most = self.config.budget
         weighed: Sequence[float] | None = self.weighing_times
         if weighed is not None and cost is not None:
-            weighed = cost.times_up_to(most) or weighed
+            weighed = cost.times_up_to(most, int(runs_ahead)) or weighed
         layout = self.layout(most)
         if limit is not None and layout.size > limit:
             layout = self.root_alone

@@ -44,8 +44,9 @@ class StepInput:
 
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is the number of top tokens to return
     per needed node. With `logits` the output includes the needed nodes' logits. `continues_alone` is a hint: the next
-    step will be a plain one-token step whose input is this step's target. Then `next_uniforms` are the uniforms of the
-    next MOST_AHEAD output positions, so that a backend can run some of these steps without the host.
+    step will be a plain one-token step whose input is this step's target, unless the sequence ends. Then
+    `next_uniforms` are the uniforms of the next MOST_AHEAD output positions, so that a backend can run some of these
+    steps without the host.
 
     `noise`, for a backend that `draws_noise`, replaces the uniforms: for each needed node the row of the backend's
     noise with which its target is sampled as in `torch.multinomial`, or -1 for the argmax. With an `adjustment` targets
@@ -101,9 +102,10 @@ class Capabilities:
     K/V, so that `adopt` and `cached` are refused and nothing is shared by `remember`: each sequence runs its prompt.
 
     `overlaps`: the device runs asynchronously, so that the next step may begin before the host has handled the results
-    of the last one. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run every
-    pass together, with tensor or lookahead parallelism: all of them must choose the same trees, so none may rely on its
-    own measurements or files.
+    of the last one. `runs_ahead`: after a step that `continues_alone` the next one starts without the host, and takes
+    less time than others. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run
+    every pass together, with tensor or lookahead parallelism: all of them must choose the same trees, so none may rely
+    on its own measurements or files.
 
     `experts`: the experts of all layers, of which a pass reads those that its rows have chosen: the time of a pass then
     depends on its text. 0 without experts, or where nobody counts what is read.
@@ -121,6 +123,7 @@ class Capabilities:
     runs_prompts: bool = True
     adopts: bool = True
     overlaps: bool = False
+    runs_ahead: bool = False
     draws_noise: bool = False
     ranks: int = 1
     experts: int = 0

@@ -14,6 +14,7 @@ from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.engine.inputs import largest_input, make_input
+from lookahead.engine.plain_run import PlainRun
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler, most_sequences
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
@@ -49,8 +50,10 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._drafting = Drafting(budget, pads=backend.capabilities.pads)
+        self._plain_run = PlainRun(self._drafting.budget, runs_ahead=backend.capabilities.runs_ahead)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._running_step = NO_STEP
+        self._last_end = 0.0  # when the last step finished
         self._last_results: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
     # Requests.
@@ -149,12 +152,12 @@ class Engine:
         batches = self._scheduler.schedule()
         # 2. Propose: a tree for each request whose prompt ends in this step. Reserve K/V room for all of it.
         for batch in batches:
-            self._propose(batch)
+            self._propose(batch, only_batch=len(batches) == 1)
             self._scheduler.fill_with_chunks(batch)
         self._scheduler.reserve_room(batches)
         batches = [batch for batch in batches if batch.requests]
         # 3. Launch. Most backends have one batch per step; if there are more, `finish` runs the others.
-        first = self._launch(batches[0], len(batches) == 1) if batches else None
+        first = self._launch(batches[0]) if batches else None
         self._running_step = RunningStep(batches, begin, captures, first)
 
     def finish(self) -> FinishedStep:
@@ -164,30 +167,34 @@ class Engine:
         reads = self.backend.expert_reads
         results = list[StepResult]()
         for index, batch in enumerate(step.batches):
-            launched = self._launch(batch, only_batch=False) if index else step.first
+            launched = self._launch(batch) if index else step.first
             if launched is not None:
                 results += self._collect(launched)
         finished = self.accept_and_commit(results)
-        seconds = finished.time - step.time
+        seconds, since_last, self._last_end = finished.time - step.time, finished.time - self._last_end, finished.time
         if step.first is None or self.backend.captures != step.captures:
             return finished  # nothing has run, or the time of a capture, which says nothing about the next step
         if self.budget.cost is not None and len(step.batches) == 1:
             rows = step.batches[0].rows_run(pads=self.backend.capabilities.pads)
-            self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
+            if step.batches[0].ran_ahead:  # it began before the host asked for it
+                self.budget.cost.record_plain_step(rows, since_last)
+            else:
+                self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
         if self.budget.guarded and finished and not step.has_chunks:
             drafted = any(result.input.tree.size > 1 for result in results)
             self.budget.record_step(len(results), drafted, finished.mean_tokens, seconds)
         return finished
 
-    def _propose(self, batch: ScheduledBatch) -> None:
+    def _propose(self, batch: ScheduledBatch, *, only_batch: bool) -> None:
         """Set the trees of a batch. A request that cannot propose one is left out."""
         if not batch.requests or not batch.requests[0].is_last_chunk:  # a batch may be one prompt chunk without a tree
             return
-        begin = perf_counter()
+        begin, plain_run = perf_counter(), self._plain_run
         sequences = [scheduled.request.sequence for scheduled in batch.requests]
+        runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
             chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
-            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens)
+            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, runs_ahead=runs_ahead)
         except Exception:
             failed = self._failing_requests(batch.requests)
             if not failed:
@@ -196,6 +203,7 @@ class Engine:
             failed_requests = [request for request, _ in failed]
             batch.requests = [scheduled for scheduled in batch.requests if scheduled.request not in failed_requests]
             trees = [scheduled.request.sequence.bare_root() for scheduled in batch.requests]
+        trees = plain_run.choose_trees(batch, trees, possible=runs_ahead)
         for scheduled, tree in zip(batch.requests, trees, strict=True):
             scheduled.tree = tree
         batch.propose_seconds = (perf_counter() - begin) / len(sequences)
@@ -210,10 +218,10 @@ class Engine:
                 failed.append((scheduled.request, error))
         return failed
 
-    def _launch(self, batch: ScheduledBatch, only_batch: bool) -> LaunchedPass | None:
+    def _launch(self, batch: ScheduledBatch) -> LaunchedPass | None:
         """Launch a batch, unless it is empty. If the device has too little memory for it, its largest request fails,
         and the batch is launched without it. With several ranks the error is raised: the others run the whole batch."""
-        inputs = self._inputs(batch, only_batch)
+        inputs = self._inputs(batch)
         begin = perf_counter()
         while inputs:
             try:
@@ -269,12 +277,12 @@ class Engine:
                 request.sequence.stats.forward_seconds += seconds
         return results
 
-    def _inputs(self, batch: ScheduledBatch, only_batch: bool) -> list[StepInput]:
+    def _inputs(self, batch: ScheduledBatch) -> list[StepInput]:
         """The inputs of a batch. A request whose mask fails is left out."""
         inputs, requests = list[StepInput](), list[ScheduledRequest]()
         for scheduled in batch.requests:
             try:
-                inputs.append(make_input(scheduled, only_batch, self.backend))
+                inputs.append(make_input(scheduled, batch.next_is_plain, self.backend))
                 requests.append(scheduled)
             except Exception as error:
                 if scheduled.request.mask is None:

@@ -19,8 +19,8 @@ GREEDY = SamplingParams()
 the sources, for which greedy targets are enough."""
 
 
-def make_input(scheduled: ScheduledRequest, only_batch: bool, backend: Backend) -> StepInput:
-    """The input of a scheduled request. `only_batch`: its step has no other batch. ValueError if the mask is bad."""
+def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
+    """The input of a scheduled request. `next_is_plain`: so is its next step. ValueError if the mask is bad."""
     request, sequence, tree = scheduled.request, scheduled.request.sequence, scheduled.tree
     if not scheduled.is_last_chunk:
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, ())
@@ -30,7 +30,7 @@ def make_input(scheduled: ScheduledRequest, only_batch: bool, backend: Backend) 
     if (noise := request.noise) is not None:
         return StepInput(request.slot, scheduled.chunk, tree, noise.sampling, (), top, noise=noise.rows(tree))
     step_input = StepInput(request.slot, scheduled.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
-    if only_batch and sequence.continues_alone:
+    if next_is_plain:
         step_input.continues_alone, step_input.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
     if sequence.sampling.logprobs is not None:
         step_input.logprobs = sequence.sampling.logprobs

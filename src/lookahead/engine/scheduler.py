@@ -41,7 +41,8 @@ class ScheduledBatch:
     """The requests of one forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
 
     The prompts in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
-    `propose_seconds` is the time per tree that proposing took.
+    `propose_seconds` is the time per tree that proposing took. `ran_ahead`: the backend may already run it, because it
+    follows a step whose `next_is_plain` (see `plain_run`).
     """
 
     requests: list[ScheduledRequest]
@@ -49,6 +50,8 @@ class ScheduledBatch:
     prefilling: list[Request] = field(default_factory=list)
     rows: int = 0
     propose_seconds: float = 0.0
+    ran_ahead: bool = False
+    next_is_plain: bool = False
 
     @property
     def tokens(self) -> int:

@@ -37,11 +37,12 @@ class Slots:
 
     The device's page tables are int32 [groups, tables, longest]: `longest` is the most pages of a sequence. At most
     `most_slots` are open, which have the first tables. `free_indices` are the table indices that no slot has. With
-    `kept`, sequences have recurrent states, one for each table index, and share no pages. `pending_commits` are those whose K/V have not moved yet: the
-    first move and the number of moves of each; `pending_moves` are these moves in each attention group, source and
-    target cell of each. A *cell* is one token's K/V in all pages of a group: the page
-    times the page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no
-    sequence.
+    `kept`, sequences have recurrent states, one for each table index, and share no pages.
+
+    `pending_commits` are those whose K/V have not moved yet: the first move and the number of moves of each;
+    `pending_moves` are these moves in each attention group, source and target cell of each. A *cell* is one token's K/V
+    in all pages of a group: the page times the page size, plus the offset in the page. The device counts pages from 1,
+    because its page 0 belongs to no sequence.
     """
 
     def __init__(

@@ -78,7 +78,9 @@ class ParallelBackend:
     def __init__(self, inner: Backend, group: Group) -> None:
         self.inner, self.group = inner, group
         # Ranks exchange commands between two steps, so that none of them may begin a step early.
-        self.capabilities = replace(inner.capabilities, overlaps=False, draws_noise=False, ranks=group.size)
+        self.capabilities = replace(
+            inner.capabilities, overlaps=False, runs_ahead=False, draws_noise=False, ranks=group.size
+        )
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
@@ -29,6 +32,7 @@ from lookahead.backends.graph.state import DeviceState
 from lookahead.backends.graph.steps import CapturedStep
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.plain_run import PlainRun
 from lookahead.engine.processors import PathVerifier, Rule
 from lookahead.engine.request import Request
 
@@ -108,7 +112,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
     backend = GraphBackend(tiny("Llama", device=device))
     found = run(backend, PROMPTS, AUTOREGRESSIVE)
     assert "ahead" in ran
-    monkeypatch.setattr(DecodingSequence, "continues_alone", False)
+    monkeypatch.setattr(PlainRun, "_continues", lambda *given: False)
     ran.clear()
     expected = run(backend, PROMPTS, AUTOREGRESSIVE)
     assert "ahead" not in ran
@@ -116,6 +120,41 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
         assert ours.output == theirs.output
         assert ours.stats.steps == theirs.stats.steps
         assert ours.stats.step_tokens == theirs.stats.step_tokens
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
+def test_plain_steps_run_ahead_between_steps_with_draft_tokens(
+    sampling: SamplingParams, count: int, device: str, ran: list[str]
+) -> None:
+    """Where draft tokens have to pay for themselves, and plain steps are known to take less time ahead of the host."""
+    backend, times = GraphBackend(tiny("Llama", device=device)), tuple(1 + 0.1 * rows for rows in range(64))
+
+    def texts_of(
+        config: LookaheadConfig, budget: DraftBudget | None, predictions: Sequence[Sequence[int]]
+    ) -> list[DecodingSequence]:
+        sequences = [
+            DecodingSequence(prompt, config, sampling, StopRules(60), prediction=prediction)
+            for prompt, prediction in zip(PROMPTS, predictions, strict=False)
+        ]
+        engine = Engine(backend, budget)
+        for sequence in sequences:
+            engine.submit(Request(sequence))
+        finish(engine)
+        return sequences
+
+    plain = texts_of(AUTOREGRESSIVE, None, [()] * count)
+    predictions = [[*sequence.output[:12], *range(20, 36), *sequence.output[28:]] for sequence in plain]
+    cost = PassCost(times)
+    cost.record_pass = lambda *given: None  # type: ignore[method-assign]  # a busy machine decides nothing here
+    cost.plain_seconds = lambda rows: 0.95 * cost.seconds(rows)  # type: ignore[method-assign]
+    ran.clear()
+    config = replace(LookaheadConfig(budget=32, window=0), step_cost=times[:32])
+    found = texts_of(config, DraftBudget(cost), predictions)
+    assert [sequence.output for sequence in found] == [sequence.output for sequence in plain]
+    assert "ahead" in ran[2:-1]
+    assert "step" in ran[ran.index("ahead") :]
+    assert any(sequence.stats.accepted_by_source for sequence in found)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(3), 0))

@@ -27,6 +27,7 @@ from lookahead.backends.graph.sizes import PAGE, bucket
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.plain_run import PlainRun
 from lookahead.engine.request import Request
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook.facts import known
@@ -402,7 +403,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:
-            monkeypatch.setattr(DecodingSequence, "continues_alone", False)
+            monkeypatch.setattr(PlainRun, "_continues", lambda *given: False)
         other, expected, wanted = decoded(capture=capture)
         assert found == expected
         assert len(kept) == len(wanted)

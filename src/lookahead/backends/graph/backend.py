@@ -105,6 +105,7 @@ class GraphBackend:
             runs_prompts=decoder.causal_prompt,
             adopts=states is None,
             overlaps=self.device.type == "cuda",
+            runs_ahead=states is None,
             draws_noise=True,
         )
         self.vocab_size: int = len(decoder.embedding)
@@ -262,7 +263,11 @@ class GraphBackend:
         if launched is None:
             kind, packet, starts, lengths = self.planner.plan(inputs)
             launched = LaunchedStep(list(inputs), starts, lengths, self.runner.run(kind, packet))
-        if self._ahead.may_follow(launched) and self.planner.reserve_ahead(launched.inputs):
+        if (
+            self.capabilities.runs_ahead
+            and self._ahead.may_follow(launched)
+            and self.planner.reserve_ahead(launched.inputs)
+        ):
             self._ahead.note_started(launched, self.runner.run_ahead(launched.running, self.slots.take_changes()))
         launched.make_outputs()
         return launched

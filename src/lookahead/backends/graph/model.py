@@ -244,9 +244,7 @@ def check_lowered(decoder: Decoder) -> None:
             if block.recurrent is not None:
                 RecurrentLayer.check_recurrent(block.recurrent)
             if isinstance(block.mixer, SideBySide) and (block.parallel or block.mixer_out_norm is not None):
-                raise UnsupportedModelError(
-                    "what attention and recurrence add together is normed, or beside a third half"
-                )
+                raise UnsupportedModelError("attention and recurrence beside each other share a norm of what they add")
             if block.parallel and (block.mixer is None or block.feed_forward is None):
                 raise UnsupportedModelError("a parallel block of it has one half")
             if isinstance(block.feed_forward, MoE):

@@ -136,7 +136,7 @@ class Planner:
             raise ValueError(f"a tree of {max(sizes)} tokens is too large; a captured step has at most {MOST_NEEDED}")
         if self._slots.kept is not None and sum(sizes) > MOST_STATE_NODES:
             raise ValueError(
-                f"trees of {sum(sizes)} tokens are too large for a step of a model with recurrent states; it has at most "
+                f"trees of {sum(sizes)} tokens are too large; a step of a model with recurrent states has at most "
                 f"{MOST_STATE_NODES}"
             )
         if rows > self._most_rows:

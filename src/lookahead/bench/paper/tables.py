@@ -2,55 +2,117 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lookahead.bench.report.sections import Section, by_data, errors, times
+import numpy as np
+
+from lookahead.bench.report.sections import Section, by_data, errors, speedup, times
+from lookahead.bench.run.intervals import Interval, draws, interval_text, middle
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.runner import Job
-from lookahead.bench.run.summary import BenchRun
-from lookahead.tune.scaling_law import PAPER, Point, fit
+from lookahead.bench.run.summary import BenchRun, Line
+from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
 
 def best(run: BenchRun) -> list[Section]:
     """Table 4, searched for rather than copied: the fastest (W, N) of each set."""
-    section = Section("Table 4: the best of the grid", ("set", "W", "N", "S", "K", "speedup"))
+    section = Section("Table 4: the best of the grid", ("set", "W", "N", "S", "K", "speedup", "as good as it"))
     timed = [line for line in run.lines if line.method.config is not None and line.gain]
     for data, lines in by_data(timed).items():
         line = max(lines, key=lambda line: line.gain or 0.0)
         config, stats = line.method.config, line.stats
         assert config is not None
-        shape = [str(config.window), str(config.ngram), f"{line.compression:.2f}", f"{stats.tokens_per_step:.0f}"]
-        section.rows.append([data, *shape, times(line.gain)])
+        compared = line.reference if line.own.speedup is None else line.own
+        section.rows.append([
+            data, str(config.window), str(config.ngram), f"{line.compression:.2f}{interval_text(line.s_interval)}",
+            f"{stats.tokens_per_step:.0f}", speedup(compared), _as_good(line, lines),
+        ])  # fmt: skip
     section.notes.append(
-        "speedup: over our own autoregressive decoding, if it was run. "
+        "speedup: over our own autoregressive decoding, if it was run. as good as it: configs whose speedup lies "
+        "within its 95% interval, which this sample does not separate from it. "
         "The paper's (W, N): 7B (15, 5), 13B (10, 5), 34B (7, 5) on an A100."
     )
     return [section]
 
 
+def _as_good(best: Line, lines: Sequence[Line]) -> str:
+    compared = best.reference if best.own.speedup is None else best.own
+    if compared.interval is None:
+        return "-"
+    others = [line for line in lines if line is not best and (line.gain or 0.0) >= compared.interval[0]]
+    return f"{len(others)} of {len(lines) - 1}"
+
+
+LAW_DRAWS = 200
+"""Samples of prompts to which the law is fitted for its intervals: a fit takes some 10 ms."""
+
+
 def law(run: BenchRun) -> list[Section]:
     """Figure 4: S as measured, beside the paper's law with its numbers and with those that fit here."""
     made = []
-    for data, lines in by_data(run.lines).items():
-        configs = [(line.method.config, line.compression) for line in lines if line.stats.steps]
-        points = [Point(c.window, c.ngram, c.guesses, s) for c, s in configs if c is not None]
+    for data, found in by_data(run.lines).items():
+        lines = [line for line in found if line.stats.steps and line.method.config is not None]
+        points = [_point(line, line.compression) for line in lines]
         fitted = fit(points)
         paper = f"law, paper's alpha = {PAPER.alpha}, f = {PAPER.f}"
-        section = Section(f"S over (W, N) on {data}", ("N", "W = G", "S measured", paper, "law, fitted"))
-        for p in points:
+        section = Section(f"S over (W, N) on {data}", ("N", "W = G", "S measured", "95%", paper, "law, fitted"))
+        outside = []
+        for p, line in zip(points, lines, strict=True):
             laws = [law.predict(p.window, p.ngram, p.guesses) for law in (PAPER, fitted)]
-            section.rows.append([str(p.ngram), str(p.window), f"{p.compression:.2f}", *(f"{s:.2f}" for s in laws)])
+            interval = line.s_interval
+            if interval is not None and not interval[0] <= laws[1] <= interval[1]:
+                outside.append(f"({p.ngram}, {p.window})")
+            section.rows.append([
+                str(p.ngram), str(p.window), f"{p.compression:.2f}", interval_text(interval).strip(" ()") or "-",
+                *(f"{s:.2f}" for s in laws),
+            ])  # fmt: skip
         section.notes = [
             "The law: S grows by a constant for every doubling of W, as long as N is large enough. The paper's alpha "
             "and f are those of LLaMA-2-7B-Chat on MT-Bench.",
-            f"Fitted to the S measured here: alpha = {fitted.alpha:.3f}, f = {fitted.f:.3f}. A point of few steps (few "
-            "prompts, short answers) is rough, and so is the fit."
+            _about_fit(fitted, points, lines, outside)
             if points
             else "Nothing was measured yet: run the same command again.",
         ]
         made.append(section)
     return made
+
+
+def _point(line: Line, compression: float) -> Point:
+    config = line.method.config
+    assert config is not None
+    return Point(config.window, config.ngram, config.guesses, compression)
+
+
+def _about_fit(fitted: ScalingLaw, points: Sequence[Point], lines: Sequence[Line], outside: Sequence[str]) -> str:
+    """The fitted numbers with their intervals, how far the law is from what was measured, and where it breaks."""
+    errors = [fitted.predict(p.window, p.ngram, p.guesses) - p.compression for p in points]
+    (alpha, f), mean = _law_intervals(lines), math.sqrt(statistics.mean(error * error for error in errors))
+    about = (
+        f"Fitted to the S measured here: alpha = {fitted.alpha:.3f}{interval_text(alpha, 3)}, "
+        f"f = {fitted.f:.3f}{interval_text(f, 3)}; it is off by {mean:.3f} (root of the mean square) and by "
+        f"{max(map(abs, errors)):.3f} at most."
+    )
+    if alpha is None:
+        return f"{about} With a single prompt there are no intervals."
+    if not outside:
+        return f"{about} The fitted law is within all intervals of S."
+    return f"{about} The fitted law is outside of the interval of S at (N, W) = {', '.join(outside)}."
+
+
+def _law_intervals(lines: Sequence[Line]) -> tuple[Interval | None, Interval | None]:
+    """The 95% intervals of alpha and f: the law is fitted again to samples of the prompts that all lines answered."""
+    shared = [prompt for prompt in lines[0].counts if all(prompt in line.counts for line in lines)]
+    if len(shared) < 2:
+        return None, None
+    counts = np.array([[line.counts[prompt] for prompt in shared] for line in lines], dtype=np.float64)
+    sums = counts[:, draws(len(shared), LAW_DRAWS)].sum(2)  # [lines, draws, tokens and steps]
+    laws = [
+        fit([_point(line, tokens / steps) for line, (tokens, steps) in zip(lines, drawn, strict=True)])
+        for drawn in sums.swapaxes(0, 1).tolist()
+    ]
+    return middle([law.alpha for law in laws]), middle([law.f for law in laws])
 
 
 def prompt_by_prompt(run: BenchRun) -> list[Section]:

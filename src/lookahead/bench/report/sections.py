@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lookahead.bench.run.summary import Line
+from lookahead.bench.run.intervals import interval_text
+from lookahead.bench.run.summary import Compared, Line
 
 EVEN = 0.02
 """A speedup this close to 1 is called even."""
@@ -43,7 +44,8 @@ ABOUT_COLUMNS = (
     "against transformers' greedy search (sampling: our autoregressive with the same seeds); same counts "
     "the conversations whose tokens are identical. over AR and as AR: the same against our own autoregressive "
     "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
-    "engines by rounding; preset `exactness` says how far."
+    "engines by rounding; preset `exactness` says how far. In brackets: 95% intervals, by drawing the prompts again "
+    "(bootstrap). What they do not separate is not a difference."
 )
 
 
@@ -67,13 +69,13 @@ def cells(line: Line) -> list[str]:
     return [
         str(stats.generated_tokens),
         str(stats.steps),
-        f"{stats.compression:.2f}",
+        f"{stats.compression:.2f}{interval_text(line.s_interval)}",
         f"{stats.tokens_per_step:.1f}" if known else "-",
         f"{line.first_ms:.0f}",
         f"{stats.tokens_per_second:.1f}",
-        times(line.reference.speedup),
+        speedup(line.reference),
         line.reference.identity,
-        times(line.own.speedup),
+        speedup(line.own),
         line.own.identity,
     ]
 
@@ -82,16 +84,21 @@ def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def speedup(compared: Compared) -> str:
+    """The speedup with its interval."""
+    return times(compared.speedup) + interval_text(compared.interval)
+
+
 def verdicts(lines: Sequence[Line]) -> list[str]:
     """One sentence per set: whether the default is faster than transformers' greedy, with the same tokens."""
     found = []
     for line in lines:
-        speedup = line.reference.speedup
+        ratio = line.reference.speedup
         fitted = line.method.how == "lookahead" and line.method.config is None
-        if fitted and speedup is not None and not line.temperature:
-            word = "even" if abs(speedup - 1) <= EVEN else "faster" if speedup > 1 else "slower"
+        if fitted and ratio is not None and not line.temperature:
+            word = "even" if abs(ratio - 1) <= EVEN else "faster" if ratio > 1 else "slower"
             found.append(
-                f"{line.data}: {line.method.label} is {speedup:.2f}x as fast as the reference ({word}), "
+                f"{line.data}: {line.method.label} is {ratio:.2f}x as fast as the reference ({word}), "
                 f"{line.reference.identity} outputs identical, S = {line.compression:.2f}."
             )
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from lookahead.bench.run.intervals import Interval, ratio_interval
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.results import Record, Results
 from lookahead.bench.run.runner import Job
@@ -18,9 +19,11 @@ REFERENCES = ("hf-greedy", "autoregressive")
 
 @dataclass(frozen=True)
 class Compared:
-    """A method against another, on the prompts that both answered: its speedup, and how many answers are the same."""
+    """A method against another, on the prompts that both answered: its speedup with its 95% interval, and how many
+    answers are the same."""
 
     speedup: float | None = None
+    interval: Interval | None = None
     same: int = 0
     compared: int = 0
 
@@ -31,7 +34,8 @@ class Compared:
 
 @dataclass
 class Line:
-    """A method on a set: its counters, summed over prompts, and how it compares.
+    """A method on a set: its counters, summed over prompts, and how it compares. `counts` are the tokens and steps of
+    each prompt.
 
     `reference` compares with transformers' greedy search, `own` with our autoregressive decoding, which runs on the
     same engine: what lookahead alone gains.
@@ -43,6 +47,7 @@ class Line:
     prompts: int = 0
     stats: Stats = field(default_factory=Stats)
     first_ms: float = 0.0
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     reference: Compared = Compared()
     own: Compared = Compared()
     errors: list[str] = field(default_factory=list)
@@ -50,6 +55,11 @@ class Line:
     @property
     def compression(self) -> float:
         return self.stats.compression
+
+    @property
+    def s_interval(self) -> Interval | None:
+        """The 95% interval of S."""
+        return ratio_interval(list(self.counts.values()))
 
     @property
     def gain(self) -> float | None:
@@ -65,6 +75,7 @@ class Line:
             **{name: getattr(self, name) for name in ("temperature", "prompts", "first_ms", "errors")},
             "tokens": self.stats.generated_tokens,
             **{name: getattr(self.stats, name) for name in (*counted, *rates)},
+            "s_interval": self.s_interval,
             **asdict(self.reference),
             "own": asdict(self.own),
         }
@@ -119,21 +130,22 @@ def _line(cell: Cell, answers: Answers, errors: list[str]) -> Line:
     stats.seconds = sum(map(seconds_of, answers.values()))
     firsts = [statistics.median(one["first_token_seconds"] for one in repeats) for repeats in answers.values()]
     first_ms = 1e3 * statistics.median(firsts) if firsts else 0.0
-    return Line(data, method, temperature, len(answers), stats, first_ms, errors=errors)
+    counts = {prompt: (repeats[0]["generated_tokens"], repeats[0]["steps"]) for prompt, repeats in answers.items()}
+    return Line(data, method, temperature, len(answers), stats, first_ms, counts, errors=errors)
 
 
 def _compare(answers: Answers, reference: Answers) -> Compared:
-    ours = theirs = 0.0
-    same = compared = 0
+    paces, same, compared = list[tuple[float, float]](), 0, 0
     for prompt, repeats in answers.items():
         if prompt in reference:
             first, expected = repeats[0], reference[prompt][0]
             compared += 1
             same += all(one["tokens"] == expected["tokens"] for one in repeats)
             # Seconds per token: where outputs differ, so may their lengths.
-            ours += seconds_of(repeats) / max(1, first["generated_tokens"])
-            theirs += seconds_of(reference[prompt]) / max(1, expected["generated_tokens"])
-    return Compared(theirs / ours if ours else None, same, compared)
+            ours = seconds_of(repeats) / max(1, first["generated_tokens"])
+            paces.append((seconds_of(reference[prompt]) / max(1, expected["generated_tokens"]), ours))
+    theirs, ours = (sum(values) for values in zip(*paces, strict=True)) if paces else (0.0, 0.0)
+    return Compared(theirs / ours if ours else None, ratio_interval(paces), same, compared)
 
 
 def seconds_of(repeats: Sequence[Record]) -> float:
