@@ -11,6 +11,7 @@ import pytest
 import torch
 from marks import slow_but
 from model_table import FIRST_ROWS, ROUNDING, ROWS, build, error, stock_logits, stock_logits_of_each
+from model_table_recurrent import RECURRENT_ROWS
 from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
@@ -21,7 +22,7 @@ from lookahead.models.norm import Norm
 from lookahead.models.read import read, readers
 from lookahead.models.spec import Attention, Block, Decoder, Rope
 
-NAMES = [name for name, _, _ in ROWS]
+NAMES = [name for name, _, _ in (*ROWS, *RECURRENT_ROWS)]
 TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 PREFIX = TOKENS[:20]
 

@@ -62,7 +62,7 @@ def scan(
     before: Sequence[int],
     *inputs: torch.Tensor,
 ) -> torch.Tensor:
-    """The outputs [rows, ...] of updates, each of which takes the state after the row before it and its row of inputs."""
+    """The outputs [rows, ...] of updates. Each takes the state after the row before it, and its own row of inputs."""
     empty = torch.zeros(shape, device=inputs[0].device)
     outputs: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
@@ -78,7 +78,8 @@ def delta_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [heads, value_dim] of a token, and the state [heads, key_dim, value_dim] after it.
 
-    All in fp32: state [heads, key_dim, value_dim], q and k [heads, key_dim], v [heads, value_dim], decay and beta [heads].
+    All in fp32: state [heads, key_dim, value_dim], q and k [heads, key_dim], v [heads, value_dim], decay and beta
+    [heads].
     """
     state = state * decay[:, None, None]
     recalled = (state * k[:, :, None]).sum(1)
@@ -117,7 +118,7 @@ def mamba_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [heads, head_dim] of a token without the skip, and the state [heads, head_dim, state_dim] after it.
 
-    All in fp32: state [heads, head_dim, state_dim], x [heads, head_dim], b and c [heads, state_dim], dt and a [heads]; a < 0.
+    All in fp32: state [heads, head_dim, state_dim], x [heads, head_dim], b and c [heads, state_dim], dt and a [heads].
     """
     state = state * torch.exp(dt * a)[:, None, None] + (dt[:, None] * b)[:, None, :] * x[:, :, None]
     return (state * c[:, None, :]).sum(-1), state

@@ -21,7 +21,8 @@ SUM_EPS = 1e-6
 
 
 def read_lfm2(base: Any, head: Any, config: Any) -> Decoder:
-    rope, blocks = read_rope(base.rotary_emb, config), []
+    rotary = base.pos_emb if hasattr(base, "pos_emb") else base.rotary_emb
+    rope, blocks = read_rope(rotary, config), []
     for layer in base.layers:
         norms = read_norm(layer.operator_norm), read_norm(layer.ffn_norm)
         blocks.append(Block(norms[0], _read_mixer(layer, rope), norms[1], _read_feed_forward(layer.feed_forward)))
@@ -33,8 +34,8 @@ def _read_mixer(layer: Any, rope: Rope) -> Mixer:
         module = layer.conv
         return ShortConv(Matrix((module.in_proj,)), read_convolution(module.conv, None), Matrix((module.out_proj,)))
     module = layer.self_attn
-    norms = {"q_norm": read_norm(module.q_layernorm), "k_norm": read_norm(module.k_layernorm)}
-    return read_attention(module, rope, None, out="out_proj", **norms)
+    q_norm, k_norm = read_norm(module.q_layernorm), read_norm(module.k_layernorm)
+    return read_attention(module, rope, None, out="out_proj", q_norm=q_norm, k_norm=k_norm)
 
 
 def _read_feed_forward(module: Any) -> FeedForward | MoE:

@@ -1,7 +1,8 @@
 """Nemotron-H: layers of one half each, Mamba-2, attention without positions, a feed-forward or experts, none of which
 has a gate.
 
-The router is DeepSeek's, and the experts may read and give fewer columns than the layer. Prompts have a least time step.
+The router is DeepSeek's, and the experts may read and give fewer columns than the layer. A prompt's time steps have a
+lower bound.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lookahead.models.experts import read_grouped_router
+from lookahead.models.experts import is_mixture, read_grouped_router
 from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.mixers import read_mamba2
@@ -31,9 +32,8 @@ def _read_block(norm: Any, half: Any, activation: str) -> Block:
         return Block(norm, read_mamba2(half), None, None)
     if hasattr(half, "q_proj"):
         return Block(norm, read_attention(half, None, None), None, None)
-    return Block(
-        None, None, norm, _read_experts(half, activation) if hasattr(half, "experts") else _read_dense(half, activation)
-    )
+    read = _read_experts if is_mixture(half) else _read_dense
+    return Block(None, None, norm, read(half, activation))
 
 
 def _read_dense(mlp: Any, activation: str) -> FeedForward:

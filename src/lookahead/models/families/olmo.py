@@ -3,7 +3,8 @@
 OLMo 2 and 3 and EXAONE 4 norm what a block's halves add, not what they read. They also norm q and k: OLMo all heads as
 one vector, EXAONE each head. OLMo 3 and EXAONE 4 have windows on some layers.
 
-OLMoE and FlexOlmo have experts in every layer: OLMoE in a Llama that norms q and k, FlexOlmo in an OLMo 2.
+OLMo Hybrid has gated delta nets in most layers, and may do without positions. OLMoE and FlexOlmo have experts in every
+layer: OLMoE in a Llama that norms q and k, FlexOlmo in an OLMo 2.
 """
 
 from __future__ import annotations
@@ -79,15 +80,14 @@ def read_olmo_hybrid(base: Any, head: Any, config: Any) -> Decoder:
     rope, blocks = None if base.rotary_emb is None else read_rope(base.rotary_emb, config), []
     for layer in base.layers:
         feed_forward = read_feed_forward(layer.mlp, config.hidden_act)
-        after = _norm(layer.post_attention_layernorm)
+        middle = _norm(layer.post_attention_layernorm)
         if hasattr(layer, "linear_attn"):
-            blocks.append(
-                Block(_norm(layer.input_layernorm), _read_gated_delta(layer.linear_attn), after, feed_forward)
-            )
-            continue
-        attention = read_attention(layer.self_attn, rope, None, norm=_norm, whole_norms=True)
-        norms = {"mixer_out_norm": after, "feed_forward_out_norm": _norm(layer.post_feedforward_layernorm)}
-        blocks.append(Block(None, attention, None, feed_forward, **norms))
+            recurrent = _read_gated_delta(layer.linear_attn)
+            blocks.append(Block(_norm(layer.input_layernorm), recurrent, middle, feed_forward))
+        else:
+            attention = read_attention(layer.self_attn, rope, None, norm=_norm, whole_norms=True)
+            last = _norm(layer.post_feedforward_layernorm)
+            blocks.append(Block(None, attention, None, feed_forward, mixer_out_norm=middle, feed_forward_out_norm=last))
     return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((head,)))
 
 

@@ -34,17 +34,13 @@ def read_qwen3_5(base: Any, head: Any, config: Any) -> Decoder:
 
 
 def _read(base: Any, head: Any, config: Any, rope: Rope) -> Decoder:
-    blocks = [
-        Block(
-            _norm(layer.input_layernorm),
-            _read_gated_delta(layer.linear_attn)
-            if hasattr(layer, "linear_attn")
-            else _read_attention(layer.self_attn, rope),
-            _norm(layer.post_attention_layernorm),
-            read_dense_or(layer.mlp, config.hidden_act, read_shared_moe),
-        )
-        for layer in base.layers
-    ]
+    blocks = []
+    for layer in base.layers:
+        attends = hasattr(layer, "self_attn")
+        mixer = _read_attention(layer.self_attn, rope) if attends else _read_gated_delta(layer.linear_attn)
+        norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        feed_forward = read_dense_or(layer.mlp, config.hidden_act, read_shared_moe)
+        blocks.append(Block(norms[0], mixer, norms[1], feed_forward))
     return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((head,)))
 
 
