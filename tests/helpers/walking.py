@@ -30,7 +30,7 @@ def state_rows_of(
     chunks, trees = [[1] * part.chunk for part in parts], [tree_of(part.parents) for part in parts]
     packet.write_rows(slots or range(len(parts)), [part.length for part in parts], chunks, trees, [(1, 16)])
     packet.write_commits((), [()])
-    packet.write_states(kept_base, (), ())
+    packet.write_states(kept_base, (), (), [part.prompt for part in parts])
     rows = new_state_rows(packet.views(packet.host.to(device)), reach, size, RING)
     reference_states.list_walks(rows)
     return rows

@@ -52,6 +52,9 @@ class StepInput:
     noise with which its target is sampled as in `torch.multinomial`, or -1 for the argmax. With an `adjustment` targets
     are sampled from adjusted logits (`sampling.adjusted`). With `logprobs` the output includes log-probabilities: of
     the targets, and of the `logprobs` likeliest tokens.
+
+    `prompt_tokens` is the number of tokens of the sequence's prompt: some recurrent models treat those differently from
+    tokens that were generated, also if they run again. None: chunks and the roots behind them are of the prompt.
     """
 
     slot: int
@@ -66,6 +69,7 @@ class StepInput:
     noise: Sequence[int] = ()
     adjustment: Adjustment | None = None
     logprobs: int | None = None
+    prompt_tokens: int | None = None
 
     def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [R, V] of the needed nodes, adjusted for sampling."""

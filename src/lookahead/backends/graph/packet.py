@@ -97,6 +97,7 @@ class Packet(Fields):
     replay_count [1]   number of replays
     replays [B, 5]     the walks of the tokens accepted last, see `records.Walk`
     replayed [M]       the kept rows that they go through
+    prompts [B]        the number of tokens of each sequence's prompt
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Packet(Fields):
         if states:
             parts["kept_base"], parts["replay_count"] = ((1,), int32), ((1,), int32)
             parts["replays"], parts["replayed"] = ((sequences, WALK_FIELDS), int32), ((moves,), int32)
+            parts["prompts"] = (sequences,), int32
         super().__init__(parts, pinned)
         # All sequences are written at once, as bytes and arrays: one sequence at a time takes three times as long, and
         # every NumPy call takes a microsecond.
@@ -145,7 +147,7 @@ class Packet(Fields):
         self._write("needed", b"", self._zeros)
         self.write_commits((), [()] * self.fields["moves"].shape[0])
         if self._has_states:
-            self.write_states(0, (), ())
+            self.write_states(0, (), (), ())
 
     def write_rows(
         self,
@@ -260,7 +262,9 @@ class Packet(Fields):
                 self._write_first("moves", own, 2 * self.moves_room * group)
         self._write_first("counts", [number for tiles in self._tiles for number in (tiles, len(commits) // 2)])
 
-    def write_states(self, kept_base: int, replays: Sequence[int], replayed: Sequence[int]) -> None:
+    def write_states(
+        self, kept_base: int, replays: Sequence[int], replayed: Sequence[int], prompts: Sequence[int]
+    ) -> None:
         """After `write_commits`, write what recurrent states need, flat as in the fields. Replays that do not fit go to
         the `overflow`."""
         if len(replays) > WALK_FIELDS * self.sequences_room or len(replayed) > self.moves_room:
@@ -269,3 +273,4 @@ class Packet(Fields):
         self._write_first("kept_base", (kept_base, len(replays) // WALK_FIELDS))  # the two fields are adjacent
         self._write_first("replays", replays)
         self._write_first("replayed", replayed)
+        self._write_first("prompts", prompts)

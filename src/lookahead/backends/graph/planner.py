@@ -92,21 +92,25 @@ class Planner:
         # 5. Moves and new pages, also those of other sequences: last, since they are lost if something above fails.
         packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
         if self._slots.kept is not None:
-            self._write_states(packet, self._slots.kept, slots, sizes)
+            self._write_states(packet, self._slots.kept, slots, inputs)
         if has_chunks:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
             lengths = [slot.length for slot in slots]
         return Plan(kind, step_packet, starts, lengths)
 
-    def _write_states(self, packet: Packet, kept: KeptRows, slots: Sequence[Slot], nodes: Sequence[int]) -> None:
-        """Write what recurrent states need: the replays of accepted tokens, and where this step's nodes are kept."""
-        replays = kept.take_pending()
-        base = first = kept.take(sum(nodes))
-        for slot, count in zip(slots, nodes, strict=True):
+    def _write_states(self, packet: Packet, kept: KeptRows, slots: Sequence[Slot], inputs: Sequence[StepInput]) -> None:
+        """Write what recurrent states need: the replays of accepted tokens, where this step's nodes are kept, and which
+        tokens are of a prompt."""
+        replays, prompts = kept.take_pending(), list[int]()
+        base = first = kept.take(sum([sequence.tree.size for sequence in inputs]))
+        for slot, sequence in zip(slots, inputs, strict=True):
             slot.kept = first
-            first += count
-        packet.write_states(base % kept.capacity, *replays)
+            first += sequence.tree.size
+            known, chunk = sequence.prompt_tokens, len(sequence.chunk)
+            until_root = slot.length + chunk + 1 if chunk or not slot.length else 0
+            prompts.append(until_root if known is None else known)
+        packet.write_states(base % kept.capacity, *replays, prompts)
 
     def choose_kind(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
         """The kind of captured step to run for these inputs, whose sequences have `lengths` cached tokens."""

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.convolve import load_column
+from lookahead.backends.graph.kernels.records import (
+    SEQUENCE_FIRST_ROW,
+    SEQUENCE_LENGTH,
+    SEQUENCE_SIZE,
+    load_root,
+)
 from lookahead.backends.graph.kernels.state_rows import StateRows
 from lookahead.backends.graph.kernels.state_shapes import Gating, ScanShape
 
@@ -27,14 +33,15 @@ def _softplus(x):
 @triton.jit
 def _gate(
     projected, mixed, a_log, time_bias, column_bias, order, scales, gates, kept_gates, kept, sequence_of, width,
-    mixed_width, beta_scale, query_scale,
+    mixed_width, beta_scale, query_scale, sequences, prompts, least, most,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, DELTA: tl.constexpr, GATES: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, BETA_AT: tl.constexpr, TIME_AT: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_KH: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_KH: tl.constexpr, BLOCK_K: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows)."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(sequence_of + row) >= 0:
+    sequence = tl.load(sequence_of + row)
+    if sequence >= 0:
         own = projected + row * width
         place = tl.load(kept + row).to(tl.int64)
         target, copy = gates + row * GATES, kept_gates + place * GATES
@@ -44,6 +51,12 @@ def _gate(
         rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))
         time = load_column(own, TIME_AT + head, column_bias, order, scales, inside).to(tl.float32)
         time = _softplus(time + tl.load(time_bias + head, mask=inside, other=0.0).to(tl.float32))
+        if LIMITED:
+            root = load_root(sequences, sequence)
+            position = tl.load(sequences + sequence * SEQUENCE_SIZE + SEQUENCE_LENGTH) + row
+            position -= tl.load(sequences + sequence * SEQUENCE_SIZE + SEQUENCE_FIRST_ROW)
+            is_prompt = (row <= root) & (position < tl.load(prompts + sequence))  # draft tokens are none
+            time = tl.where(is_prompt, tl.minimum(tl.maximum(time, least), most), time)
         decay = tl.exp(-rate * time)
         beta = time
         if DELTA:
@@ -86,8 +99,9 @@ def gate(
     _gate[(len(rows.sequence_of),)](
         projected, mixed, gating.a_log, gating.time_bias, *gating.columns.tensors, gates, kept_gates, rows.kept,
         rows.sequence_of, projected.shape[1], mixed.shape[1], gating.beta_scale, shape.key**-0.5,
+        rows.sequences, rows.prompts, *gating.limits,
         HEADS=shape.heads, KEY_HEADS=shape.key_heads, KEY=shape.key, DELTA=shape.delta, GATES=shape.gates,
         Q_AT=shape.q_at, K_AT=shape.k_at, BETA_AT=gating.beta_at, TIME_AT=gating.time_at,
         BLOCK_H=triton.next_power_of_2(shape.heads), BLOCK_KH=triton.next_power_of_2(shape.key_heads),
-        BLOCK_K=triton.next_power_of_2(shape.key), num_warps=4,
+        BLOCK_K=triton.next_power_of_2(shape.key), LIMITED=gating.limited, num_warps=4,
     )  # fmt: skip

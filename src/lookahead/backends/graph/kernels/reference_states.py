@@ -185,6 +185,8 @@ def gate(
     used, projected = rows.sequence_of >= 0, projected[: len(rows.sequence_of)]
     time = columns_of(projected, gating.time_at, heads, gating.columns).float() + gating.time_bias.float()
     time = F.softplus(time)
+    if gating.limited:
+        time = time.clamp(*gating.limits).where(_is_prompt(rows)[:, None], time)
     decay, beta, lengths = torch.exp(-gating.a_log.float().exp() * time), time, list[torch.Tensor]()
     if shape.delta:
         beta = torch.sigmoid(columns_of(projected, gating.beta_at, heads, gating.columns)).float() * gating.beta_scale
@@ -194,6 +196,15 @@ def gate(
     found, nodes = torch.cat([decay, beta, *lengths], dim=1), rows.kept >= 0
     gates[:size][used] = found[used]
     kept_gates[rows.kept[nodes].long()] = found[nodes]
+
+
+def _is_prompt(rows: StateRows) -> torch.Tensor:
+    """Whether each row is a token of a prompt [R]: of a chunk, or a root."""
+    records = rows.sequences[rows.sequence_of.clamp_min(0).long()].unbind(1)
+    first, row = records[SequenceRecord.FIRST_ROW], torch.arange(len(rows.kept), device=rows.kept.device)
+    root = first + records[SequenceRecord.CHUNK_ROWS]
+    position = records[SequenceRecord.LENGTH] + row - first
+    return (row <= root) & (position < rows.prompts[rows.sequence_of.clamp_min(0).long()])
 
 
 def gated_norm(

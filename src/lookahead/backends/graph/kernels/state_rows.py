@@ -23,7 +23,8 @@ class StateRows:
 
     sequences [B, 5], sequence_of [R] and parents [R] come with the packet (see `packet.Packet`), and so do kept_base
     [1], the index in the ring of kept rows from which this step's nodes are kept; replays [B, 5], the walks of the
-    tokens accepted last, their number replay_count [1], and replayed [M], the kept rows that they go through.
+    tokens accepted last, their number replay_count [1], and replayed [M], the kept rows that they go through; prompts
+    [B], the number of tokens of each sequence's prompt.
 
     `walks.list_walks` computes the rest:
     above [R, reach]  for each row and j = 0, 1, ..: the row of the token j + 1 before it; or -1, -2, .. for the newest
@@ -41,6 +42,7 @@ class StateRows:
     replays: torch.Tensor
     replay_count: torch.Tensor
     replayed: torch.Tensor
+    prompts: torch.Tensor
     above: torch.Tensor
     kept: torch.Tensor
     flags: torch.Tensor
@@ -70,6 +72,7 @@ def new_state_rows(views: dict[str, torch.Tensor], reach: int, most_nodes: int, 
         replays=views["replays"],
         replay_count=views["replay_count"],
         replayed=views["replayed"],
+        prompts=views["prompts"],
         above=like.new_zeros(size, reach),
         kept=torch.zeros_like(like),
         flags=torch.zeros_like(like),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ class Gating:
     """What the gates of a layer are computed from: see `models.recurrent`.
 
     Time steps are columns `time_at` + h, for head h; of a gated delta net betas are columns `beta_at` + h, whose
-    sigmoids are multiplied by `beta_scale`. a_log [H], time_bias [H].
+    sigmoids are multiplied by `beta_scale`. a_log [H], time_bias [H]. The time steps of a prompt's tokens are clamped to
+    `limits`.
     """
 
     a_log: torch.Tensor
@@ -87,3 +89,9 @@ class Gating:
     time_at: int
     beta_at: int = 0
     beta_scale: float = 1.0
+    limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def limited(self) -> bool:
+        """Whether the limits matter. Time steps are positive."""
+        return self.limits[0] > 0 or self.limits[1] < math.inf

@@ -38,8 +38,6 @@ class MoELayer:
         """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.latent_in is not None:
             raise UnsupportedModelError("its experts read a projection of their input")
-        if spec.router.sum_eps:
-            raise UnsupportedModelError("its routers add a number to a sum")
         for experts in (spec.gate_up, spec.down):
             StackedExperts.check(experts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -57,7 +56,8 @@ class RecurrentLayer:
             self._gating = Gating(spec.a_log, spec.dt_bias, columns, **at)
         else:
             self.channels = Channels(*weights, columns, first=spec.columns[0])
-            self._gating = Gating(spec.a_log, spec.dt_bias, columns, time_at=sum(spec.columns[:4]))
+            at = {"time_at": sum(spec.columns[:4]), "limits": spec.prompt_time_steps}
+            self._gating = Gating(spec.a_log, spec.dt_bias, columns, **at)
 
     @staticmethod
     def check_recurrent(spec: Recurrent) -> None:
@@ -67,10 +67,6 @@ class RecurrentLayer:
         norm = norm_of(spec)
         if norm is not None and (norm.centered or norm.bias is not None):
             raise UnsupportedModelError("the norm behind a recurrence is no RMSNorm")
-        if isinstance(spec, Mamba2) and spec.prompt_time_steps != (0.0, math.inf):
-            raise UnsupportedModelError(
-                "the time steps of its prompts have limits that those of its answers do not have"
-            )
 
     @property
     def matrices(self) -> list[LoweredMatrix]:
