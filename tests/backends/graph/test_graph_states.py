@@ -266,7 +266,7 @@ def test_what_the_backend_states(device: str) -> None:
 
 def test_no_room_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "CPU_BYTES", 10)
-    with pytest.raises(UnsupportedModelError, match="the recurrent states of a sequence need .* GiB, and a quarter"):
+    with pytest.raises(UnsupportedModelError, match=r"the recurrent states of a sequence need .* GiB, and a quarter"):
         GraphBackend(make("lfm2"))
 
 

@@ -76,32 +76,34 @@ def scan(
     stores: bool,
 ) -> None:
     """As `scan.scan`."""
-    heads, group = shape.heads, shape.heads // shape.key_heads
     for slot, fresh, begin, tokens, write_from in walks[: int(count)].tolist():
+        rows = order[begin : begin + tokens].long()
         for layer in range(len(states)):
             state = torch.zeros_like(states[layer, slot]) if fresh else states[layer, slot].clone()
-            for i, row in enumerate(order[begin : begin + tokens].tolist()):
-                x, gate = mixed[layer, row].float(), gates[layer, row]
-                q, k = (
-                    x[at : at + shape.key_heads * shape.key].view(shape.key_heads, shape.key)
-                    for at in (shape.q_at, shape.k_at)
-                )
-                v = x[shape.v_at : shape.v_at + heads * shape.value].view(heads, shape.value)
-                decay, beta = gate[:heads], gate[heads : 2 * heads]
-                if shape.delta:
-                    q_scale, k_scale = gate[2 * heads :].view(2, shape.key_heads)
-                    q, k = q * q_scale[:, None], k * k_scale[:, None]
-                q, k = q.repeat_interleave(group, dim=0), k.repeat_interleave(group, dim=0)
-                state = state * decay[:, None, None]
-                new = v - (state * k[:, :, None]).sum(1) if shape.delta else v
-                state = state + k[:, :, None] * (new * beta[:, None])[:, None, :]
+            q, k, v, decay, beta = _scanned(mixed[layer, rows].float(), gates[layer, rows], shape)
+            for i in range(tokens):
+                state = state * decay[i]
+                new = v[i] - (state * k[i]).sum(1) if shape.delta else v[i]
+                state = state + k[i] * (new * beta[i])[:, None]
                 if i >= write_from:
-                    y = (state * q[:, :, None]).sum(1)
+                    y = (state * q[i]).sum(1)
                     if skip is not None and not shape.delta:
-                        y = y + v * skip.float()[:, None]
-                    out[row] = y.flatten()
+                        y = y + v[i] * skip.float()[:, None]
+                    out[rows[i]] = y.flatten().to(out.dtype)
             if stores:
                 states[layer, slot] = state
+
+
+def _scanned(x: torch.Tensor, gates: torch.Tensor, shape: ScanShape) -> tuple[torch.Tensor, ...]:
+    """q and k [rows, H, key, 1], v [rows, H, value], decay [rows, H, 1, 1] and beta [rows, H, 1] of some rows."""
+    heads, keys, group = shape.heads, shape.key_heads * shape.key, shape.heads // shape.key_heads
+    q, k = (x[:, at : at + keys].unflatten(1, (shape.key_heads, shape.key)) for at in (shape.q_at, shape.k_at))
+    v = x[:, shape.v_at : shape.v_at + heads * shape.value].unflatten(1, (heads, shape.value))
+    if shape.delta:
+        q_scale, k_scale = gates[:, 2 * heads :].unflatten(1, (2, shape.key_heads)).unbind(1)
+        q, k = q * q_scale[..., None], k * k_scale[..., None]
+    q, k = (each.repeat_interleave(group, dim=1)[..., None] for each in (q, k))
+    return q, k, v, gates[:, :heads, None, None], gates[:, heads : 2 * heads, None]
 
 
 def convolve(

@@ -79,7 +79,7 @@ class Gating:
     """What the gates of a layer are computed from: see `models.recurrent`.
 
     Time steps are columns `time_at` + h, for head h; of a gated delta net betas are columns `beta_at` + h, whose
-    sigmoids are multiplied by `beta_scale`. a_log [H], time_bias [H]. The time steps of a prompt's tokens are clamped to
+    sigmoids are multiplied by `beta_scale`. a_log [H], time_bias [H]. Time steps of a prompt's tokens are clamped to
     `limits`.
     """
 
