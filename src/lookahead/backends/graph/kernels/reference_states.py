@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from lookahead.backends.graph.kernels.state_rows import NO_INPUT, StateRows
 from lookahead.backends.graph.kernels.state_shapes import Channels, Columns, Gating, ScanShape
 from lookahead.backends.graph.records import SequenceRecord
-from lookahead.models import reference
 from lookahead.models.norm import Norm
+from lookahead.models.reference_parts import activate
 
 
 def list_walks(rows: StateRows) -> None:
@@ -131,7 +131,7 @@ def convolve(
         total += channels.bias.float()
     y = total.to(inputs.dtype)
     if channels.activation is not None:
-        y = reference.activate(channels.activation, (), y.float()).to(inputs.dtype)
+        y = activate(channels.activation, (), y.float()).to(inputs.dtype)
     if channels.gated:
         y = y * columns_of(projected[:size], channels.count, channels.count, channels.columns)
     mixed[:size][used] = y[used]

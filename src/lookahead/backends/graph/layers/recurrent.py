@@ -51,13 +51,11 @@ class RecurrentLayer:
             self.channels = Channels(*weights, columns, gated=True)
         elif isinstance(spec, GatedDelta):
             self.channels = Channels(*weights, columns)
-            beta_at = sum(spec.columns[:4])
-            at = {"time_at": beta_at + spec.heads, "beta_at": beta_at, "beta_scale": spec.beta_scale}
-            self._gating = Gating(spec.a_log, spec.dt_bias, columns, **at)
+            beta_at, time_at = sum(spec.columns[:4]), sum(spec.columns[:5])
+            self._gating = Gating(spec.a_log, spec.dt_bias, columns, time_at, beta_at, spec.beta_scale)
         else:
-            self.channels = Channels(*weights, columns, first=spec.columns[0])
-            at = {"time_at": sum(spec.columns[:4]), "limits": spec.prompt_time_steps}
-            self._gating = Gating(spec.a_log, spec.dt_bias, columns, **at)
+            self.channels, time_at = Channels(*weights, columns, first=spec.columns[0]), sum(spec.columns[:4])
+            self._gating = Gating(spec.a_log, spec.dt_bias, columns, time_at, limits=spec.prompt_time_steps)
 
     @staticmethod
     def check_recurrent(spec: Recurrent) -> None:
