@@ -25,8 +25,9 @@ from lookahead.backends.graph.kernels.state_shapes import ScanShape
 BLOCK_VALUES = 16
 """Columns of a state that a program updates. One warp holds a block of 128 x 16 in 64 registers, and its sums need no
 barrier. Not yet measured against other sizes."""
-WALKS_AT_ONCE = 64
-"""Most walks in the grid; programs take further ones in turn."""
+PROGRAMS = 4096
+"""Programs of a launch, over all layers, heads and blocks: 31 warps per multiprocessor of an H200. They take further
+walks in turn: most launches have few walks, and a program without one takes its time, too. Not yet measured."""
 
 
 @triton.jit
@@ -109,7 +110,8 @@ def scan(
     """
     layers = len(states)
     block = min(BLOCK_VALUES, triton.next_power_of_2(shape.value))
-    _scan[(min(WALKS_AT_ONCE, len(walks)), shape.heads * triton.cdiv(shape.value, block), layers)](
+    blocks = shape.heads * triton.cdiv(shape.value, block)
+    _scan[(min(len(walks), max(1, PROGRAMS // (blocks * layers))), blocks, layers)](
         states, mixed, gates, skip, out, walks, count, order, states.stride(0), mixed.stride(0), gates.stride(0),
         mixed.shape[2], int(stores), HEADS=shape.heads, KEY_HEADS=shape.key_heads, KEY=shape.key, VALUE=shape.value,
         Q_AT=shape.q_at, K_AT=shape.k_at, V_AT=shape.v_at, DELTA=shape.delta, GATES=shape.gates,

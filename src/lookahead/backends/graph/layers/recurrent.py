@@ -73,7 +73,7 @@ class RecurrentLayer:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        found = self.spec.convolution.weight, self.spec.convolution.bias, *self._columns.tensors[1:], *self._own()
+        found = self.spec.convolution.weight, self.spec.convolution.bias, self._columns.scales, *self._own()
         return [*self.projection.tensors, *self.out.tensors, *(one for one in found if one is not None)]
 
     def _own(self) -> Sequence[torch.Tensor | None]:
