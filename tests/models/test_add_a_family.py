@@ -43,8 +43,8 @@ def test_the_example_of_the_docs() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        Decoder, Block, SideBySide, Branch, Attention, GatedDelta, Mamba2, ShortConv, Convolution, FeedForward, MoE, Router,
-        Norm, Rope, Matrix, ExpertMatrix,
+        Decoder, Block, SideBySide, Branch, Attention, GatedDelta, Mamba2, ShortConv, Convolution, FeedForward, MoE,
+        Router, Norm, Rope, Matrix, ExpertMatrix,
     ],
 )  # fmt: skip
 def test_the_docs_name_every_field(part: type) -> None:
