@@ -94,3 +94,9 @@ RECURRENT_ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ),
 ]  # fmt: skip
 """(name, family, changes to the config of `tiny`)"""
+
+QUICK_RECURRENT_ROWS = (
+    "qwen3-next", "qwen3.5", "olmo-hybrid", "granite-mamba", "bamba", "falcon-h1", "nemotron-h", "mamba2", "lfm2",
+    "lfm2-moe",
+)  # fmt: skip
+"""One of each family, but for a mixture of experts of one that is there without."""

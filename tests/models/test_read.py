@@ -54,7 +54,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "clipped behind norms": ("olmoe", {"clip_qkv": 0.5}),
     "least sum": ("ernie-moe", {"moe_norm_min": 0.1}),
-    "Mamba layers": ("granite-hybrid", {"layer_types": ["full_attention", "linear_attention"]}),
 }
 """Why -> a row of the table, and changes with which its reader refuses it."""
 
@@ -113,7 +112,6 @@ def broken(reason: str) -> Any:
         ("Gemma experts", "it has experts"),
         ("clipped behind norms", "it clips queries and keys behind their norms"),
         ("least sum", "it divides its router's weights by 0.1 or more"),
-        ("Mamba layers", "it has Mamba layers"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),
         ("hook", "a forward hook on its LlamaMLP would not be called"),
