@@ -95,20 +95,20 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
 
 
 def put_attention(attention: Any, old: Any, small: Any, shape: ModelShape) -> None:
-    """The small model's heads where `_heads` puts them, the others without values, or without a way out."""
+    """The small model's heads where `head_indices` puts them, the others without values, or without a way out."""
     dim, hidden = head_dim(small), small.hidden_size
-    q_heads, kv_heads, source = _heads(small, shape)
+    q_heads, kv_heads, source = head_indices(small, shape)
     for head in set(range(shape.kv_heads)) - set(kv_heads):
-        attention.v_proj.weight[_rows(head, dim)] = 0
+        attention.v_proj.weight[head_rows(head, dim)] = 0
     for head in range(shape.heads):
         if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
-            attention.o_proj.weight[:, _rows(head, dim)] = 0
+            attention.o_proj.weight[:, head_rows(head, dim)] = 0
     for index, head in enumerate(q_heads):
-        to, at = _rows(head, dim), _rows(index, dim)
+        to, at = head_rows(head, dim), head_rows(index, dim)
         put(attention.q_proj.weight[to], old.q_proj.weight[at])
         put(attention.o_proj.weight[:, to], old.o_proj.weight[:, at])
     for head, index in zip(kv_heads, source, strict=True):
-        to, at = _rows(head, dim), _rows(index, dim)
+        to, at = head_rows(head, dim), head_rows(index, dim)
         put(attention.k_proj.weight[to], old.k_proj.weight[at])
         put(attention.v_proj.weight[to], old.v_proj.weight[at])
     attention.o_proj.weight[hidden:] = 0
@@ -131,7 +131,7 @@ def check_shape(model: Any, shape: ModelShape) -> None:
         raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
 
 
-def _heads(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
+def head_indices(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
     """Where the small model's query heads go; the K/V heads they then use; and the small K/V head each of those is.
 
     Where a large group has room for a small one it takes it whole. Else every query head gets a K/V head of its own.
@@ -146,7 +146,7 @@ def _heads(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[in
     return [h * group for h in heads], list(heads), [h // small_group for h in heads]
 
 
-def _rows(head: int, dim: int) -> slice:
+def head_rows(head: int, dim: int) -> slice:
     return slice(head * dim, (head + 1) * dim)
 
 

@@ -151,7 +151,7 @@ def _config(small: Any, shape: MixtureShape, dtype: torch.dtype) -> Any:
     return config
 
 
-def allocated(kind: str, config: Any, device: torch.device | str, *, without_experts: bool) -> Any:
+def allocated(kind: str, config: Any, device: torch.device | str, *, without_experts: bool = False) -> Any:
     """A model whose weights are allocated on the device, and not set; maybe without the matrices of experts."""
     with torch.device("meta"):
         model = getattr(transformers, kind)._from_config(config, dtype=config.dtype).eval()
@@ -159,8 +159,9 @@ def allocated(kind: str, config: Any, device: torch.device | str, *, without_exp
         for name in NAMES:
             module.register_parameter(name, None)
     model.to_empty(device=device)
-    with torch.device(device):  # it has buffers that it computes
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    if model.model.rotary_emb is not None:
+        with torch.device(device):  # it has buffers that it computes
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model
 
 

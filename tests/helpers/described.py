@@ -8,7 +8,8 @@ import torch
 
 from lookahead.models.feed_forward import FeedForward
 from lookahead.models.matrix import Matrix
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.norm import Norm
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 VOCABULARY, HIDDEN = 61, 32
 

@@ -15,7 +15,8 @@ from described import HIDDEN, VOCABULARY, Angles
 
 from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import Matrix
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.norm import Norm
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 8, 48
 
@@ -79,7 +80,7 @@ class Maker:
         self, attention: Attention | None = None, feed_forward: FeedForward | MoE | None = None, **changes: Any
     ) -> Block:
         fields = {
-            "attention_norm": self.norm(),
+            "mixer_norm": self.norm(),
             "attention": attention or self.attention(),
             "feed_forward_norm": self.norm(),
             "feed_forward": feed_forward or self.feed_forward(),
@@ -126,7 +127,7 @@ def _decoder(**changes: Any) -> Callable[[Maker], Decoder]:
 
 def _norms(make: Maker, kind: Callable[..., Norm]) -> Decoder:
     """Norms of this kind before both halves of a block, and at the end."""
-    block = make.block(attention_norm=kind(), feed_forward_norm=kind())
+    block = make.block(mixer_norm=kind(), feed_forward_norm=kind())
     return make.decoder(make.block(), block, make.block(), norm=kind())
 
 
@@ -143,7 +144,7 @@ def _sharing(make: Maker) -> Decoder:
 def _one_norm(make: Maker) -> Decoder:
     """A parallel block whose halves share a norm."""
     norm = make.layer_norm()
-    return make.decoder(make.block(), make.block(attention_norm=norm, feed_forward_norm=norm, parallel=True))
+    return make.decoder(make.block(), make.block(mixer_norm=norm, feed_forward_norm=norm, parallel=True))
 
 
 def _scale_by_position(positions: torch.Tensor) -> torch.Tensor:
@@ -160,12 +161,12 @@ KNOBS: dict[str, Callable[[Maker], Decoder]] = {
     "layer norm without weight": lambda make: _norms(make, lambda: Norm(None, 1e-5, centered=True, rounds_first=False)),
     # blocks
     "norms before and after": _block(
-        attention_out_norm=lambda make: make.norm(), feed_forward_out_norm=lambda make: make.norm(offset=1.0)
+        mixer_out_norm=lambda make: make.norm(), feed_forward_out_norm=lambda make: make.norm(offset=1.0)
     ),
     "norms after": _block(
-        attention_norm=None,
+        mixer_norm=None,
         feed_forward_norm=None,
-        attention_out_norm=lambda make: make.norm(),
+        mixer_out_norm=lambda make: make.norm(),
         feed_forward_out_norm=lambda make: make.norm(),
     ),
     "parallel, one norm": _one_norm,
@@ -175,7 +176,7 @@ KNOBS: dict[str, Callable[[Maker], Decoder]] = {
     "output scale": _block(output_scale=lambda make: make.random(1, size=1.0)),
     "output scale of a parallel block": _block(parallel=True, output_scale=lambda make: make.random(1, size=1.0)),
     "norms after, scaled": _block(
-        attention_out_norm=lambda make: make.norm(),
+        mixer_out_norm=lambda make: make.norm(),
         feed_forward_out_norm=lambda make: make.norm(),
         residual_scale=0.4,
         output_scale=lambda make: make.random(1, size=1.0),

@@ -12,6 +12,7 @@ import torch
 from model_table_experts import EXPERT_ROWS
 from model_table_gpt import GPT_ROWS
 from model_table_more import MORE_ROWS
+from model_table_recurrent import RECURRENT_ROWS
 from tiny import tiny
 
 THETA = {"rope_theta": 10000.0}
@@ -111,7 +112,7 @@ ROUNDING = 1e-5
 
 def build(name: str, device: str | torch.device = "cpu", **more: Any) -> Any:
     """The tiny model of this row, with more arguments of `tiny`; equal weights for equal arguments."""
-    (row,) = [row for row in ROWS if row[0] == name]
+    (row,) = [row for row in (*ROWS, *RECURRENT_ROWS) if row[0] == name]
     return tiny(row[1], device=device, **{**row[2], **more})
 
 

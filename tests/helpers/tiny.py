@@ -69,12 +69,16 @@ def _make(kind: str, seed: int, stirred: bool, changes: dict[str, Any]) -> Any:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
         elif stirred and name.endswith(("bias", "sinks", "alpha_p", "alpha_n")):
             parameter.data.normal_(0, 0.5, generator=generator)
+        elif stirred and name.endswith("A_log"):
+            parameter.data.uniform_(-3.0, 0.0, generator=generator)  # so slow a decay that states reach far back
+        elif stirred and name.endswith(".D"):
+            parameter.data.normal_(1, 0.5, generator=generator)
         elif stirred and not parameter.any():  # AFMoE's routers
             parameter.data.normal_(0, TINY["initializer_range"], generator=generator)
     for name, buffer in model.named_buffers():
         if stirred and name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5, generator=generator)
-        elif stirred and name.endswith("e_score_correction_bias"):
+        elif stirred and name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0, 0.2, generator=generator)
     return model
 

@@ -15,7 +15,9 @@ from lookahead.models import reference
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import FeedForward, MoE, Router
 from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.norm import Norm
+from lookahead.models.recurrent import Convolution, GatedDelta, Mamba2, ShortConv
+from lookahead.models.spec import Attention, Block, Branch, Decoder, Rope, SideBySide
 
 PAGE = (Path(__file__).parents[2] / "docs" / "development.md").read_text(encoding="utf-8")
 TOKENS = [(7 * i * i + 3) % VOCABULARY for i in range(30)]
@@ -39,8 +41,12 @@ def test_the_example_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [Decoder, Block, Attention, FeedForward, MoE, Router, Norm, Rope, Matrix, ExpertMatrix]
-)
+    "part",
+    [
+        Decoder, Block, SideBySide, Branch, Attention, GatedDelta, Mamba2, ShortConv, Convolution, FeedForward, MoE,
+        Router, Norm, Rope, Matrix, ExpertMatrix,
+    ],
+)  # fmt: skip
 def test_the_docs_name_every_field(part: type) -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{part.__name__}.")]
     assert rows

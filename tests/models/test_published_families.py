@@ -10,8 +10,9 @@ import torch
 import transformers
 from published import config
 
+from lookahead.models.norm import Norm
 from lookahead.models.read import read
-from lookahead.models.spec import Attention, Norm
+from lookahead.models.spec import Attention
 
 
 @dataclass
@@ -138,7 +139,7 @@ def test_published_families(name: str) -> None:
         assert attention.scale == pytest.approx(facts.scale)
         check_fields(block, {"parallel": False, "residual_scale": 1.0, "output_scale": None, **facts.block})
         check_fields(attention, {"softcap": None, "whole_norms": False, "sinks": None, **facts.attention})
-        norms = (block.attention_norm, block.feed_forward_norm, block.attention_out_norm, block.feed_forward_out_norm)
+        norms = (block.mixer_norm, block.feed_forward_norm, block.mixer_out_norm, block.feed_forward_out_norm)
         own = [norm for norm in norms if norm is not None]
         assert len(own) == facts.norms
         for norm in (*own, description.norm):

@@ -54,7 +54,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "clipped behind norms": ("olmoe", {"clip_qkv": 0.5}),
     "least sum": ("ernie-moe", {"moe_norm_min": 0.1}),
-    "Mamba layers": ("granite-hybrid", {"layer_types": ["full_attention", "linear_attention"]}),
 }
 """Why -> a row of the table, and changes with which its reader refuses it."""
 
@@ -113,7 +112,6 @@ def broken(reason: str) -> Any:
         ("Gemma experts", "it has experts"),
         ("clipped behind norms", "it clips queries and keys behind their norms"),
         ("least sum", "it divides its router's weights by 0.1 or more"),
-        ("Mamba layers", "it has Mamba layers"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),
         ("hook", "a forward hook on its LlamaMLP would not be called"),
@@ -268,7 +266,7 @@ def test_published_checkpoints(name: str) -> None:
         assert attention.qkv.shape == (facts.q + 2 * facts.kv, facts.hidden)
         assert attention.qkv.has_bias is any(key.endswith("bias") for key in facts.extra)
         assert (attention.q_norm is not None) is (attention.k_norm is not None) is ("q_norm" in str(facts.extra))
-        norms = [block.attention_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm]
+        norms = [block.mixer_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm]
         assert {norm.eps for norm in norms if norm is not None} == {facts.eps}
         assert feed_forward.gate_up.shape == (2 * facts.inner, facts.hidden)
         assert not any(matrix.has_bias for matrix in (attention.out, feed_forward.gate_up, feed_forward.down))

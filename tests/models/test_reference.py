@@ -11,14 +11,16 @@ import pytest
 import torch
 from marks import slow_but
 from model_table import FIRST_ROWS, ROUNDING, ROWS, build, error, stock_logits, stock_logits_of_each
+from model_table_recurrent import RECURRENT_ROWS
 from tiny import VOCABULARY, random_tree
 
 from lookahead.models import reference
 from lookahead.models.families import multimodal
 from lookahead.models.feed_forward import Activation, Scoring
 from lookahead.models.matrix import Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.read import read, readers
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
+from lookahead.models.spec import Attention, Block, Decoder, Rope
 
 NAMES = [name for name, _, _ in ROWS]
 TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -33,7 +35,7 @@ def model_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted(readers().keys() - multimodal.READERS.keys()))  # they have a test of their own
 def test_every_class_with_a_reader_has_a_row(name: str) -> None:
-    tested = {type(model_of(row)).__name__ for row in NAMES}
+    tested = {type(model_of(row)).__name__ for row, _, _ in (*ROWS, *RECURRENT_ROWS)}
     assert name in tested, f"add rows for {name} to ROWS in tests/helpers/model_table.py"
 
 
@@ -138,7 +140,7 @@ def test_layers_may_differ_in_everything() -> None:
     """Blocks of three models in one: other heads, K/V heads, head_dim, windows, norms and biases, one without rope."""
     models = [model_of(name) for name in ("llama", "qwen3-hybrid", "qwen2")]
     parts = [read(model, "reference") for model in models]
-    unturned = replace(parts[2].blocks[0], attention=replace(parts[2].blocks[0].attention, rope=None))
+    unturned = parts[2].blocks[0].with_attention(rope=None)
     mixed = Decoder(
         parts[0].embedding, [parts[0].blocks[0], parts[1].blocks[1], unturned], parts[1].norm, parts[1].head
     )
@@ -164,7 +166,7 @@ def test_layers_may_differ_in_everything() -> None:
 
 
 def in_attention(**changes: Any) -> Callable[[Block], Block]:
-    return lambda block: replace(block, attention=replace(block.attention, **changes))
+    return lambda block: block.with_attention(**changes)
 
 
 def in_rope(**changes: Any) -> Callable[[Block], Block]:
@@ -218,11 +220,11 @@ def without_bias(matrix: Matrix) -> Matrix:
 
 
 def swapped_block_norms(block: Block) -> Block:
-    return replace(block, attention_norm=block.feed_forward_norm, feed_forward_norm=block.attention_norm)
+    return replace(block, mixer_norm=block.feed_forward_norm, feed_forward_norm=block.mixer_norm)
 
 
 def other_eps(block: Block) -> Block:
-    return replace(block, attention_norm=Norm(block.attention_norm.weight, block.attention_norm.eps + 1e-3))
+    return replace(block, mixer_norm=Norm(block.mixer_norm.weight, block.mixer_norm.eps + 1e-3))
 
 
 def turned_back(block: Block) -> Block:
@@ -261,7 +263,7 @@ MISTAKES: list[tuple[str, str, Callable[[Block], Block]]] = [
     ("no softcap", "gemma2", in_attention(softcap=None)),
     ("no norm of values", "gemma4", in_attention(v_norm=None)),
     ("no output scale", "gemma4", lambda b: replace(b, output_scale=None)),
-    ("no norm of what attention adds", "gemma3", lambda b: replace(b, attention_out_norm=None)),
+    ("no norm of what attention adds", "gemma3", lambda b: replace(b, mixer_out_norm=None)),
     ("no norm of what the feed-forward adds", "olmo2", lambda b: replace(b, feed_forward_out_norm=None)),
     ("no residual scale", "granite", lambda b: replace(b, residual_scale=1.0)),
     ("no sinks", "granite-swa", in_attention(sinks=None)),

@@ -10,7 +10,7 @@ import torch
 from model_table import EXPERT_ROWS, FIRST_ROWS, build, error, stock_logits
 from tiny import VOCABULARY
 
-from lookahead.models import reference
+from lookahead.models import reference, reference_parts
 from lookahead.models.read import read
 
 TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -31,7 +31,7 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
     description = read(model, "reference")
     attention, module = description.blocks[0].attention, model.model.layers[0]
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    assert torch.equal(reference.norm(description.blocks[0].attention_norm, x), module.input_layernorm(x))
+    assert torch.equal(reference_parts.norm(description.blocks[0].mixer_norm, x), module.input_layernorm(x))
 
     head = torch.randn(9, 1, attention.head_dim, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     cosine, sine = model.model.rotary_emb(head, torch.arange(9)[None])
@@ -60,14 +60,14 @@ def test_norms_round_where_their_modules_round(name: str) -> None:
     norms = [description.norm]
     for block in description.blocks:
         attention = block.attention
-        norms += [block.attention_norm, block.feed_forward_norm, block.attention_out_norm, block.feed_forward_out_norm]
+        norms += [block.mixer_norm, block.feed_forward_norm, block.mixer_out_norm, block.feed_forward_out_norm]
         norms += [attention.q_norm, attention.k_norm]
     found = [norm for norm in norms if norm is not None and norm.weight is not None]
     own = [norm for norm in found if norm.weight.data_ptr() in modules]
     assert len(own) == len(found) or not modules
     for norm in own:
         x = torch.randn(9, *norm.weight.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-        assert torch.equal(reference.norm(norm, x), modules[norm.weight.data_ptr()](x))
+        assert torch.equal(reference_parts.norm(norm, x), modules[norm.weight.data_ptr()](x))
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

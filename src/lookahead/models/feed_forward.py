@@ -48,7 +48,8 @@ class Activation(Enum):
 class FeedForward:
     """down(activation(gate) * up), where `gate_up` gives all of gate and then all of up.
 
-    Not `gated`: down(activation(up)), where `gate_up` gives up alone. `constants` are those of the activation.
+    Not `gated`: down(activation(up)), where `gate_up` gives up alone. `constants` are those of the activation. The gate
+    is multiplied by `gate_scale` before its activation, and the result by `out_scale`.
     """
 
     gate_up: Matrix
@@ -56,6 +57,8 @@ class FeedForward:
     activation: Activation = Activation.SILU
     gated: bool = True
     constants: tuple[float, ...] = ()
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_shape("gate_up", self.gate_up, ((2 if self.gated else 1) * self.down.shape[1], None))
@@ -84,7 +87,7 @@ class Router:
     with the largest score + `choice_bias` are chosen, of equal ones the first. With `groups` the experts are in as many
     equal groups in a row, of which only `kept_groups` may be chosen from: those whose `group_best` best experts have
     the largest sum of scores and biases. The chosen experts' weights are their scores without the bias; if
-    `normalised`, divided by their sum; times `scale` and, if given, `expert_scale` [experts].
+    `normalised`, divided by their sum + `sum_eps`; times `scale` and, if given, `expert_scale` [experts].
     """
 
     logits: Matrix
@@ -98,6 +101,7 @@ class Router:
     scale: float = 1.0
     expert_scale: torch.Tensor | None = None
     jitter: float = 0.0
+    sum_eps: float = 0.0
 
     def __post_init__(self) -> None:
         experts = self.logits.shape[0]
@@ -115,6 +119,11 @@ class MoE:
     """The sum over a row's chosen experts e of weight[e] * down[e](activation(gate[e]) * up[e]), plus `shared`.
 
     `gate_up` gives all of gate and then all of up; or, if they `alternate`, a column of gate, one of up, and so on.
+    Not `gated`: down[e](activation(up[e])), where `gate_up` gives up alone.
+
+    With `latent_in` [latent, hidden] and `latent_out` [hidden, latent] the experts, but not the router, read the first
+    one's product with x, and the second one's product with their sum is added.
+
     `shared` is a feed-forward that every row goes through; times the sigmoid of `shared_gate` [1, hidden], if given.
     """
 
@@ -126,15 +135,24 @@ class MoE:
     alternate: bool = False
     shared: FeedForward | None = None
     shared_gate: Matrix | None = None
+    gated: bool = True
+    latent_in: Matrix | None = None
+    latent_out: Matrix | None = None
 
     def __post_init__(self) -> None:
         experts, hidden = self.router.logits.shape
-        check_shape("gate_up", self.gate_up, (2 * self.down.shape[1], hidden))
+        width = hidden if self.latent_in is None else self.latent_in.shape[0]
+        check_shape("gate_up", self.gate_up, ((2 if self.gated else 1) * self.down.shape[1], width))
+        if (self.latent_in is None) is not (self.latent_out is None) or (self.alternate and not self.gated):
+            raise ValueError("latent_in needs latent_out, and columns that alternate need a gate")
+        if self.latent_in is not None and self.latent_out is not None:
+            check_shape("latent_in", self.latent_in, (None, hidden))
+            check_shape("latent_out", self.latent_out, (hidden, width))
         if {self.gate_up.experts, self.down.experts} != {experts}:
             raise ValueError(f"{self.gate_up.experts} and {self.down.experts} experts, for a router of {experts}")
         if self.shared_gate is not None:
             check_shape("shared_gate", self.shared_gate, (1, hidden))
-        _check_activation(self.activation, self.constants, gated=True)
+        _check_activation(self.activation, self.constants, gated=self.gated)
 
 
 def _check_activation(activation: Activation, constants: tuple[float, ...], *, gated: bool) -> None:

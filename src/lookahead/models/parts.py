@@ -12,8 +12,9 @@ import torch
 from lookahead.models.facts import UnsupportedModelError, rope_limit
 from lookahead.models.feed_forward import Activation, FeedForward, MoE
 from lookahead.models.matrix import Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.quantised import QuantisedLinear
-from lookahead.models.spec import Attention, Decoder, Norm, Rope
+from lookahead.models.spec import Attention, Decoder, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
 """(text model without its head, LM head, config of the text model) -> its description. In a model that also reads
@@ -102,6 +103,17 @@ def read_ungated(up: Any, down: Any, activation: str, *, transposed: bool = Fals
 def read_rope(module: Any, config: Any, **changes: Any) -> Rope:
     """The rotation of a rotary module of transformers, which has a frequency for each pair of columns that it turns."""
     return Rope(module, 2 * len(module.inv_freq), rope_limit(config), **changes)
+
+
+@dataclass(frozen=True)
+class EqualAxes:
+    """A rotary module with positions along three axes, called with the same position for all of them."""
+
+    module: Any
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosine, sine = self.module(x, positions[None].expand(3, -1, -1))
+        return (cosine[0], sine[0]) if cosine.dim() == 4 else (cosine, sine)  # 4-D up to transformers 5.21
 
 
 def read_ropes_by_type(module: Any, config: Any) -> dict[str, Rope]:

@@ -20,7 +20,7 @@ from lookahead.models.facts import UnsupportedModelError, tensor_parallel_ranks
 from lookahead.models.patches import OWN, patch_of
 from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.quantised_experts import QuantisedExperts
-from lookahead.models.spec import Decoder, router_tensors_in
+from lookahead.models.spec import Decoder, fp32_tensors_in
 
 Reader = Callable[[Any], Decoder]
 
@@ -85,12 +85,12 @@ def _check_unmodified(model: Any) -> None:
 
 
 def _check_dtypes(model: Any, description: Decoder) -> None:
-    """Refuse a model whose weights have several dtypes or devices. Those of routers, which compute in fp32, may be in
-    fp32 in any model: some classes keep them so."""
-    routers = {tensor.untyped_storage().data_ptr() for tensor in router_tensors_in(description)}
+    """Refuse a model whose weights have several dtypes or devices. Those that compute in fp32 may be in fp32 in any
+    model: some classes keep them so."""
+    wide = {tensor.untyped_storage().data_ptr() for tensor in fp32_tensors_in(description)}
     kinds = set()
     for parameter in model.parameters():
-        free = parameter.dtype is torch.float32 and parameter.untyped_storage().data_ptr() in routers
+        free = parameter.dtype is torch.float32 and parameter.untyped_storage().data_ptr() in wide
         kinds.add((None if free else parameter.dtype, parameter.device))
     if len({dtype for dtype, _ in kinds} - {None}) > 1 or len({device for _, device in kinds}) > 1:
         raise UnsupportedModelError("its weights have several dtypes or devices")

@@ -6,26 +6,17 @@ where the modules of transformers round, so in half precision it is as close to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
-from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.quantised import QuantisedLinear
-from lookahead.models.spec import Attention, Block, Decoder, Norm, Rope
-
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
-    Activation.RELU: F.relu,
-    Activation.RELU2: lambda x: F.relu(x).square(),
-}
-"""All but those with constants."""
+from lookahead.models.feed_forward import FeedForward, MoE, Router, Scoring
+from lookahead.models.norm import Norm
+from lookahead.models.reference_parts import activate, expert_matrix, gated, matrix, norm, softcap
+from lookahead.models.reference_recurrent import recurrent
+from lookahead.models.spec import Attention, Block, Branch, Decoder, Mixer, Rope, SideBySide
 
 
 @torch.no_grad()
@@ -36,37 +27,49 @@ def forward(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def forward_tree(
-    model: Decoder, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int], shift: int = 0
+    model: Decoder,
+    prefix: Sequence[int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    shift: int = 0,
+    generated: int | None = None,
 ) -> torch.Tensor:
     """The logits [nodes, vocabulary] of a token tree after a prefix.
 
     Node i is tokens[i] and is a child of node parents[i] < i, or of the prefix if that is -1. It sees the
     prefix, its ancestors and itself, and its index is len(prefix) + its depth. Its position is its index plus `shift`,
-    as it is after images, which have more tokens than positions.
+    as it is after images, which have more tokens than positions. The nodes and the prefix's last `generated` tokens
+    were generated, those before them are a prompt; None: the nodes are of the prompt, too.
     """
     start, ids = len(prefix), torch.tensor([*prefix, *tokens], device=model.embedding.device)
     indices = torch.arange(len(ids))
-    visible = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    visible, before = torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), list(range(-1, start - 1))
     for node, parent in enumerate(parents):
         row = start + node
         above = start + parent if parent >= 0 else start - 1  # the row of the token before this one
         indices[row] = indices[above] + 1 if above >= 0 else 0
         visible[row] = visible[above] if above >= 0 else False
         visible[row, row] = True
+        before.append(above)
     positions = torch.cat([indices[:start], indices[start:] + shift])
-    rows = Rows(indices.to(ids.device), positions.to(ids.device), visible.to(ids.device))
-    x = run_blocks(model, ids, rows)
-    logits = matrix(model.head, norm(model.norm, x[start:])) * model.logit_scale
+    prompt = torch.arange(len(ids)) < (len(ids) if generated is None else start - generated)
+    device = ids.device
+    rows = Rows(indices.to(device), positions.to(device), visible.to(device), prompt.to(device), before)
+    x = norm(model.norm, run_blocks(model, ids, rows)[start:]).to(model.embedding.dtype)
+    logits = matrix(model.head, x) * model.logit_scale
     return softcap(logits, model.logit_softcap)
 
 
 class Rows(NamedTuple):
     """indices [rows]: of the tokens in their text, which windows and chunks count. positions [rows]: what positions are
-    encoded by. visible [rows, rows]: whether the token of a row sees that of a column, apart from windows."""
+    encoded by. visible [rows, rows]: whether the token of a row sees that of a column, apart from windows. prompt
+    [rows]: whether the token is part of a prompt. before: the row of the token before each, -1 for a text's first."""
 
     indices: torch.Tensor
     positions: torch.Tensor
     visible: torch.Tensor
+    prompt: torch.Tensor
+    before: list[int]
 
 
 def run_blocks(model: Decoder, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -76,9 +79,11 @@ def run_blocks(model: Decoder, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
     x = model.embedding[ids] * model.embedding_scale
     if model.position_embedding is not None:
         x = x + model.position_embedding[rows.positions]
-    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    if model.residual_fp32:
+        x = x.float()
+    shared: KeysValues = {}
     for number, each in enumerate(model.blocks):
-        x = block(each, x, rows, shared, number)
+        x = block(each, x, rows, shared, number, model.embedding.dtype)
     return x
 
 
@@ -86,24 +91,41 @@ KeysValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer -> its keys and values [rows, kv_heads, head_dim], for later layers that read them."""
 
 
-def block(spec: Block, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
-    """x [rows, hidden] -> [rows, hidden], by block `number`."""
-    attended = attention(spec.attention, norm(spec.attention_norm, x), rows, shared, number)
-    attended = norm(spec.attention_out_norm, attended) * spec.residual_scale
-    between = x if spec.parallel else x + attended
-    fed = feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, between))
-    fed = norm(spec.feed_forward_out_norm, fed) * spec.residual_scale
-    x = x + attended + fed if spec.parallel else between + fed
-    return x if spec.output_scale is None else x * spec.output_scale
+def block(
+    spec: Block, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [rows, hidden] -> [rows, hidden], by block `number`. Its halves read x in this dtype."""
+    between, result = x, x
+    if spec.mixer is not None:
+        mixed = mix(spec.mixer, norm(spec.mixer_norm, x.to(dtype)), rows, shared, number)
+        mixed = norm(spec.mixer_out_norm, mixed) * spec.residual_scale
+        result = x + mixed
+        between = x if spec.parallel else result
+    if spec.feed_forward is not None:
+        fed = feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, between.to(dtype)))
+        result = result + norm(spec.feed_forward_out_norm, fed) * spec.residual_scale
+    return result if spec.output_scale is None else result * spec.output_scale
+
+
+def mix(spec: Mixer, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
+    """x [rows, hidden] -> [rows, hidden]."""
+
+    def branch(each: Branch) -> torch.Tensor:
+        return mix(each.mixer, x * each.input_scale, rows, shared, number) * each.output_scale
+
+    if isinstance(spec, SideBySide):
+        return branch(spec.recurrent) + branch(spec.attention)
+    if isinstance(spec, Attention):
+        return attention(spec, x, rows, shared, number)
+    return recurrent(spec, x, rows.before, rows.prompt)
 
 
 def attention(spec: Attention, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]."""
-    indices, positions, visible = rows
+    indices, positions, visible = rows.indices, rows.positions, rows.visible
     # 1. Queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
-    heads = matrix(spec.qkv, x).view(len(x), -1, spec.head_dim)
-    if spec.head_order is not None:
-        heads = heads[:, list(spec.head_order)]
+    projected = matrix(spec.qkv, x).view(len(x), -1, spec.head_dim)
+    heads = projected if spec.head_order is None else projected[:, list(spec.head_order)]
     if spec.clip is not None:
         heads = heads.clamp(-spec.clip, spec.clip)
     if spec.kv_layer is None:
@@ -132,6 +154,8 @@ def attention(spec: Attention, x: torch.Tensor, rows: Rows, shared: KeysValues, 
     attended = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
     if spec.output_gate is not None:
         attended = attended * torch.sigmoid(matrix(spec.output_gate, x))
+    if spec.gate_heads is not None:
+        attended = attended * torch.sigmoid(projected[:, list(spec.gate_heads)].flatten(1))
     return matrix(spec.out, attended)
 
 
@@ -165,21 +189,30 @@ def feed_forward(spec: FeedForward | MoE, x: torch.Tensor) -> torch.Tensor:
     if isinstance(spec, MoE):
         return mixture(spec, x)
     inner = matrix(spec.gate_up, x)
-    if not spec.gated:
-        return matrix(spec.down, activate(spec.activation, spec.constants, inner))
-    return matrix(spec.down, gated(spec.activation, spec.constants, *inner.chunk(2, dim=-1)))
+    if spec.gated:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = gated(spec.activation, spec.constants, gate * spec.gate_scale, up)
+    else:
+        inner = activate(spec.activation, spec.constants, inner)
+    return matrix(spec.down, inner) * spec.out_scale
 
 
 def mixture(spec: MoE, x: torch.Tensor) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]. Experts run the rows that chose them; a row adds its own in order."""
     chosen, weights = route(spec.router, x)
-    out = torch.zeros_like(x)
+    given = x if spec.latent_in is None else matrix(spec.latent_in, x)
+    out = torch.zeros_like(given)
     for expert in chosen.unique().tolist():
         rows, rank = (chosen == expert).nonzero(as_tuple=True)
-        inner = expert_matrix(spec.gate_up, expert, x[rows])
-        gate, up = (inner[:, ::2], inner[:, 1::2]) if spec.alternate else inner.chunk(2, dim=-1)
-        own = expert_matrix(spec.down, expert, gated(spec.activation, spec.constants, gate, up))
+        inner = expert_matrix(spec.gate_up, expert, given[rows])
+        if spec.gated:
+            gate, up = (inner[:, ::2], inner[:, 1::2]) if spec.alternate else inner.chunk(2, dim=-1)
+            inner = gated(spec.activation, spec.constants, gate, up)
+        else:
+            inner = activate(spec.activation, spec.constants, inner)
+        own = expert_matrix(spec.down, expert, inner)
         out[rows] += (own * weights[rows, rank, None]).to(x.dtype)
+    out = out if spec.latent_out is None else matrix(spec.latent_out, out)
     if spec.shared is None:
         return out
     shared = feed_forward(spec.shared, x)
@@ -199,7 +232,7 @@ def route(spec: Router, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if spec.scoring is Scoring.CHOSEN:
             weights = weights.softmax(-1)
     if spec.normalised:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.sum_eps).clamp(min=1e-20)
     weights = weights * spec.scale
     return chosen, weights if spec.expert_scale is None else weights * spec.expert_scale.float()[chosen]
 
@@ -230,59 +263,3 @@ def sparse_mixer(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch
         chosen.append(first)
         left = left.scatter(1, first, float("-inf"))
     return torch.cat(chosen, 1), torch.cat(weights, 1)
-
-
-def gated(activation: Activation, constants: Sequence[float], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The activation of gate [rows, width] times up."""
-    if activation is not Activation.CLAMPED:
-        return activate(activation, constants, gate) * up
-    limit, factor = constants
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * factor))
-
-
-def activate(activation: Activation, constants: Sequence[float], x: torch.Tensor) -> torch.Tensor:
-    """The activation, with its constants, of x [rows, width]."""
-    if activation is not Activation.XIELU:
-        return ACTIVATIONS[activation](x)
-    square, bent, linear, least = constants
-    above = square * x * x + linear * x
-    return torch.where(x > 0, above, (torch.expm1(x.clamp(max=least)) - x) * bent + linear * x)
-
-
-def norm(spec: Norm | None, x: torch.Tensor) -> torch.Tensor:
-    """x [..., width] -> [..., width], in fp32; None leaves it as it is."""
-    if spec is None:
-        return x
-    wide = x.float()
-    if spec.centered:
-        wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-    if spec.rounds_first:
-        wide = wide.to(x.dtype)
-    if spec.weight is not None:
-        weight = spec.weight if spec.rounds_first else spec.weight.float()
-        wide = wide * (weight + spec.offset if spec.offset else weight)
-    if spec.bias is not None:
-        wide = wide + spec.bias
-    return wide.to(x.dtype)
-
-
-def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
-    return x if cap is None else cap * torch.tanh(x / cap)
-
-
-def matrix(spec: Matrix, x: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] -> [rows, out]. A quantised part may round x."""
-    if any(spec.formats):
-        apart = [(part, Matrix((part,), spec.transposed)) for part in spec.parts]
-        return torch.cat([part(x) if any(one.formats) else matrix(one, x) for part, one in apart], dim=-1)
-    return F.linear(x, spec.weight(), spec.bias())
-
-
-def expert_matrix(spec: ExpertMatrix, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """x [rows, in] -> [rows, out], by one expert. A quantised one may round x."""
-    bias = None if spec.bias is None else spec.bias[expert].detach()
-    if isinstance(spec.weights, QuantisedLinear):
-        return spec.weights.product(x, expert * spec.shape[0], (expert + 1) * spec.shape[0], bias)
-    return F.linear(x, spec.weight(expert, x.dtype), bias)

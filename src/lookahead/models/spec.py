@@ -8,7 +8,7 @@ layer. Tensors and modules are the model's own, not copies, unless a reader has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,23 +16,8 @@ import torch
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import FeedForward, MoE
 from lookahead.models.matrix import ExpertMatrix, Matrix, check_shape
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """RMSNorm, x / sqrt(mean(x^2) + eps), or with `centered` LayerNorm, which subtracts the mean of x first.
-
-    It is computed in fp32, then multiplied by weight + `offset` (1 for Gemma) and added to the bias; None for a norm
-    without them. `rounds_first`: the result is rounded to x's dtype before the weight, as in Llama's modules; if not,
-    at the end. weight and bias [width]; as q_norm or k_norm also [heads, width], if each head has its own.
-    """
-
-    weight: torch.Tensor | None
-    eps: float
-    bias: torch.Tensor | None = None
-    centered: bool = False
-    offset: float = 0.0
-    rounds_first: bool = True
+from lookahead.models.norm import Norm
+from lookahead.models.recurrent import GatedDelta, Mamba2, Recurrent
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +66,8 @@ class Attention:
     last `window` tokens, itself included; None for all of them. `chunk`: it sees those whose position // chunk is its
     own. `sinks` [heads]: a logit per head that takes part in the softmax without a value.
 
-    Results. With `output_gate` those of all heads are multiplied by the sigmoid of its product, before `out`.
+    Results. With `output_gate` those of all heads are multiplied by the sigmoid of its product, before `out`. With
+    `gate_heads` the gate comes from the matrix of queries, keys and values: for each query head the index of its gate.
     """
 
     heads: int
@@ -105,6 +91,7 @@ class Attention:
     chunk: int | None = None
     sinks: torch.Tensor | None = None
     output_gate: Matrix | None = None
+    gate_heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -122,7 +109,9 @@ class Attention:
                 raise ValueError(f"a norm of {list(norm.weight.shape)} for {heads} heads of {self.head_dim}")
         if self.head_order is not None and len(self.head_order) != self.vectors:
             raise ValueError(f"an order of {len(self.head_order)} heads for {self.vectors}")
-        given = self.vectors if self.head_order is None else max(self.head_order) + 1
+        if self.gate_heads is not None and (len(self.gate_heads) != self.heads or self.output_gate is not None):
+            raise ValueError(f"{len(self.gate_heads)} gates of {self.heads} heads")
+        given = max((*(self.head_order or range(self.vectors)), *(self.gate_heads or ()))) + 1
         check_shape("qkv", self.qkv, (given * self.head_dim, None))
         check_shape("out", self.out, (None, self.heads * self.head_dim))
         if self.output_gate is not None:
@@ -135,24 +124,76 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """x += attention(attention_norm(x)); x += feed_forward(feed_forward_norm(x)).
+class Branch:
+    """One of several mixers of the same x: mixer(x * input_scale) * output_scale."""
 
-    A norm that is None is left out. `attention_out_norm` and `feed_forward_out_norm` are applied to what is added,
-    which is then multiplied by `residual_scale`. `parallel`: both halves read the block's input,
-    x += attention(attention_norm(x)) + feed_forward(feed_forward_norm(x)), and the norms may be one object.
-    `output_scale` [1] multiplies x at the end.
+    mixer: Attention | Recurrent
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class SideBySide:
+    """The sum of an attention and a mixer with a recurrent state, which read the same x (Falcon-H1)."""
+
+    attention: Branch
+    recurrent: Branch
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attention.mixer, Attention) or isinstance(self.recurrent.mixer, Attention):
+            raise ValueError("an attention and a mixer with a recurrent state, in this order")
+
+
+Mixer = Attention | Recurrent | SideBySide
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """x += mixer(mixer_norm(x)); x += feed_forward(feed_forward_norm(x)).
+
+    A norm that is None is left out, and so is a half: a block may have a mixer or a feed-forward alone.
+    `mixer_out_norm` and `feed_forward_out_norm` are applied to what is added, which is then multiplied by
+    `residual_scale`. `parallel`: both halves read the block's input, x += mixer(mixer_norm(x)) +
+    feed_forward(feed_forward_norm(x)), and the norms may be one object. `output_scale` [1] multiplies x at the end.
     """
 
-    attention_norm: Norm | None
-    attention: Attention
+    mixer_norm: Norm | None
+    mixer: Mixer | None
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward | MoE
-    attention_out_norm: Norm | None = None
+    feed_forward: FeedForward | MoE | None
+    mixer_out_norm: Norm | None = None
     feed_forward_out_norm: Norm | None = None
     parallel: bool = False
     residual_scale: float = 1.0
     output_scale: torch.Tensor | None = None
+
+    @property
+    def attention(self) -> Attention | None:
+        """The mixer if it is attention, or the attention in it."""
+        found = self.mixer.attention.mixer if isinstance(self.mixer, SideBySide) else self.mixer
+        return found if isinstance(found, Attention) else None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The mixer if it has a recurrent state, or the one in it that has."""
+        found = self.mixer.recurrent.mixer if isinstance(self.mixer, SideBySide) else self.mixer
+        return None if isinstance(found, Attention) else found
+
+    def with_attention(self, **changes: Any) -> Block:
+        """This block, with other fields of its attention."""
+        assert self.attention is not None
+        changed = replace(self.attention, **changes)
+        if isinstance(self.mixer, SideBySide):
+            return replace(self, mixer=replace(self.mixer, attention=replace(self.mixer.attention, mixer=changed)))
+        return replace(self, mixer=changed)
+
+    def plain(self) -> tuple[Attention, FeedForward | MoE]:
+        """The halves of a block of attention and a feed-forward. Raises UnsupportedModelError for another one."""
+        if self.recurrent is not None:
+            raise UnsupportedModelError("it keeps a recurrent state")
+        if not isinstance(self.mixer, Attention) or self.feed_forward is None:
+            raise UnsupportedModelError("a layer of it has no attention, or no feed-forward")
+        return self.mixer, self.feed_forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +204,8 @@ class Decoder:
     `position_embedding` [positions, hidden]. `aliases` are pairs of a token and another one whose embedding it has: a
     class may read placeholders of images as padding. The head's weight [vocabulary, hidden] may be the embedding
     itself. Logits are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
+
+    `residual_fp32`: the residual stream is in fp32. The blocks read it in the weights' dtype, the last norm in fp32.
 
     Attention is causal. Not `causal_prompt`: the tokens of a prompt may see each other, so only the model's own forward
     pass runs prompts; what follows them is causal.
@@ -178,6 +221,7 @@ class Decoder:
     logit_softcap: float | None = None
     aliases: tuple[tuple[int, int], ...] = ()
     causal_prompt: bool = True
+    residual_fp32: bool = False
 
     def __post_init__(self) -> None:
         check_shape("head", self.head, (None, self.embedding.shape[1]))
@@ -196,8 +240,30 @@ class Decoder:
     @property
     def windows(self) -> list[int | None]:
         """The layers' windows, each once, None first."""
-        found = {block.attention.window for block in self.blocks}
+        found = {block.attention.window for block in self.blocks if block.attention is not None}
         return sorted(found, key=lambda window: -1 if window is None else window)
+
+
+def attentions_of(decoder: Decoder) -> list[Attention]:
+    """The attention of each layer. Raises UnsupportedModelError for a model with other layers."""
+    return [block.plain()[0] for block in decoder.blocks]
+
+
+def check_plain(decoder: Decoder) -> None:
+    """Raise UnsupportedModelError for what only hybrids have. A backend calls it that does not run them."""
+    for block in decoder.blocks:
+        attention, feed_forward = block.plain()
+        if attention.gate_heads is not None:
+            raise UnsupportedModelError("the gates of its attention are in the matrix of the queries")
+        dense = feed_forward.shared if isinstance(feed_forward, MoE) else feed_forward
+        if isinstance(feed_forward, MoE) and feed_forward.router.sum_eps:
+            raise UnsupportedModelError("its routers add a number to a sum")
+        if isinstance(feed_forward, MoE) and (not feed_forward.gated or feed_forward.latent_in is not None):
+            raise UnsupportedModelError("its experts have no gate, or read a projection of their input")
+        if dense is not None and (dense.gate_scale, dense.out_scale) != (1.0, 1.0):
+            raise UnsupportedModelError("its feed-forwards have factors")
+    if decoder.residual_fp32:
+        raise UnsupportedModelError("its residual stream is in fp32")
 
 
 def expert_matrices_in(decoder: Decoder) -> Iterator[ExpertMatrix]:
@@ -207,9 +273,14 @@ def expert_matrices_in(decoder: Decoder) -> Iterator[ExpertMatrix]:
             yield from (block.feed_forward.gate_up, block.feed_forward.down)
 
 
-def router_tensors_in(decoder: Decoder) -> Iterator[torch.Tensor]:
-    """The weights of all routers, which may have another dtype than the other weights: they are used in fp32."""
+def fp32_tensors_in(decoder: Decoder) -> Iterator[torch.Tensor]:
+    """The weights of all routers, and what decays and skips are computed from: they are used in fp32, so they may be in
+    fp32 where the other weights are not."""
     for block in decoder.blocks:
+        if isinstance(block.recurrent, GatedDelta | Mamba2):
+            yield from (block.recurrent.a_log, block.recurrent.dt_bias)
+        if isinstance(block.recurrent, Mamba2):
+            yield block.recurrent.skip
         if isinstance(block.feed_forward, MoE):
             router = block.feed_forward.router
             own = router.logits.weight(), router.logits.bias(), router.choice_bias, router.expert_scale

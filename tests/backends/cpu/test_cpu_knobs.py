@@ -29,9 +29,10 @@ from lookahead.backends.cpu.invariance import invariant_nodes, parts_of, reduced
 from lookahead.backends.cpu.lower import lower
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.norm import Norm
 from lookahead.models.quantised import Codes, Format
 from lookahead.models.reference import forward, forward_tree
-from lookahead.models.spec import Attention, Decoder, Norm
+from lookahead.models.spec import Attention, Decoder
 
 AUTOREGRESSIVE = LookaheadConfig.autoregressive()
 VALUES_NORM = Norm(None, 1e-6)
@@ -59,7 +60,7 @@ def queries_alone(make: Maker) -> Attention:
 
 TOGETHER: dict[str, Callable[[Maker], Decoder]] = {
     "norms with bias that are not centered": lambda make: make.decoder(
-        make.block(attention_norm=Norm(None, 0.1, make.random(HIDDEN))),
+        make.block(mixer_norm=Norm(None, 0.1, make.random(HIDDEN))),
         make.block(feed_forward_norm=Norm(make.random(HIDDEN), 0.1, make.random(HIDDEN), offset=1.0)),
     ),
     "norms over all heads, and of each value": lambda make: attending(
@@ -91,7 +92,7 @@ TOGETHER: dict[str, Callable[[Maker], Decoder]] = {
         make.block(
             make.attention(bias=True),
             make.feed_forward(bias=True),
-            attention_norm=None,
+            mixer_norm=None,
             feed_forward_norm=None,
             parallel=True,
             residual_scale=0.3,
@@ -100,12 +101,12 @@ TOGETHER: dict[str, Callable[[Maker], Decoder]] = {
     ),
     "learned positions and a scale": lambda make: make.decoder(
         make.block(make.attention(rope=None)),
-        make.block(attention_norm=None),
+        make.block(mixer_norm=None),
         embedding_scale=3.0,
         position_embedding=make.random(1024, HIDDEN, size=0.5),
     ),
     "learned positions before a block without a norm": lambda make: make.decoder(
-        make.block(attention_norm=None), position_embedding=make.random(1024, HIDDEN, size=0.5)
+        make.block(mixer_norm=None), position_embedding=make.random(1024, HIDDEN, size=0.5)
     ),
     "all of the head's knobs": lambda make: make.decoder(
         make.block(), head_bias=True, norm=make.layer_norm(), logit_scale=-0.3, logit_softcap=1.5
@@ -243,8 +244,8 @@ def test_the_check_runs_a_layer_of_each_kind() -> None:
     """Kinds differ in parts and shapes, not in numbers; a layer reads the K/V of a layer of the same kind as before."""
     described = decoder("keys and values of earlier layers")
     window, full, reads_full, reads_window = described.blocks
-    again = replace(window, attention=replace(window.attention, scale=0.1))
-    moved = replace(reads_full, attention=replace(reads_full.attention, kv_layer=2))
+    again = window.with_attention(scale=0.1)
+    moved = reads_full.with_attention(kv_layer=2)
     small = reduced_model(replace(described, blocks=[window, again, full, moved, reads_window, moved]))
     assert small.blocks[:2] == [window, full]
     assert [block.attention.kv_layer for block in small.blocks] == [None, None, 1, 0]

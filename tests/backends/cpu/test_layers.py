@@ -121,7 +121,7 @@ def test_one_layer_that_differs_in_one_way(change: str) -> None:
     """Of two layers that are alike, the second one is changed. That must show, and as the description has it."""
     whole = uneven_decoder()
     block = whole.blocks[0]
-    changed = replace(block, attention=CHANGES[change](block.attention))
+    changed = replace(block, mixer=CHANGES[change](block.attention))
     same, decoder = (replace(whole, blocks=[block, second]) for second in (block, changed))
     made = CpuBackend(carrier(), probed=False, description=decoder)
     slot, prefix, tree = made.open(), tokens(50), random_tree(12, 3)
@@ -219,9 +219,9 @@ def test_layers_share_the_inputs_in_which_they_agree() -> None:
     one = {"tokens", "ones", "needed", "cosine_4_2_rope_0", "sine_4_2_rope_0", "mask_2_per_kv_full", *rows}
     assert inputs_of(decoder) == one
     first, second = decoder.blocks
-    sliding = replace(second, attention=replace(second.attention, window=7))
+    sliding = second.with_attention(window=7)
     assert inputs_of(replace(decoder, blocks=[first, sliding])) == one | {"mask_2_per_kv_window_7"}
-    still = [replace(block, attention=replace(block.attention, rope=None)) for block in decoder.blocks]
+    still = [block.with_attention(rope=None) for block in decoder.blocks]
     assert inputs_of(replace(decoder, blocks=[first, still[1]])) == one
     assert inputs_of(replace(decoder, blocks=still)) == {
         name for name in one if not name.startswith(("vectors", "cosine", "sine"))
@@ -240,5 +240,5 @@ def test_single_matrices_share_the_models_memory() -> None:
     _, arrays = lower.lower(decoder)
     own = carrier().model.layers[1]
     assert np.shares_memory(arrays["1.down"], own.mlp.down_proj.weight.detach().numpy())
-    assert np.shares_memory(arrays["1.attention_norm"], own.input_layernorm.weight.detach().numpy())
+    assert np.shares_memory(arrays["1.mixer_norm"], own.input_layernorm.weight.detach().numpy())
     assert np.shares_memory(arrays["embedding"], carrier().model.embed_tokens.weight.detach().numpy())

@@ -71,7 +71,7 @@ def changed(**changes: Any) -> Decoder:
     """A description whose second layer, of 4 heads of width 16 with a window, has other settings."""
     made = uneven_decoder()
     block = made.blocks[1]
-    other = replace(block, attention=replace(block.attention, **changes))
+    other = block.with_attention(**changes)
     return replace(made, blocks=[made.blocks[0], other, *made.blocks[2:]])
 
 

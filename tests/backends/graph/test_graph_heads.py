@@ -167,7 +167,7 @@ def test_norms_of_all_heads_after_the_rotation_are_refused(device: str) -> None:
     described = KNOBS["norms over all heads"](Maker(device))
     block = described.blocks[1]
     attention = replace(block.attention, norms_after_rope=True)
-    blocks = [described.blocks[0], replace(block, attention=attention), described.blocks[2]]
+    blocks = [described.blocks[0], replace(block, mixer=attention), described.blocks[2]]
     with pytest.raises(UnsupportedModelError, match="after the rotation"):
         GraphBackend(tiny("Llama", device=device), description=replace(described, blocks=blocks))
 

@@ -28,8 +28,9 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention
 from lookahead.config import SamplingParams
 from lookahead.models.feed_forward import Activation
+from lookahead.models.norm import Norm
 from lookahead.models.reference import forward_tree
-from lookahead.models.spec import Decoder, Norm
+from lookahead.models.spec import Decoder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
@@ -120,16 +121,16 @@ def test_blocks_of_every_structure(interpreted: Callable[..., GraphBackend]) -> 
     parallel = make.block(
         make.attention(bias=True, heads=2, kv_heads=1, rope=None),
         make.feed_forward(gated=False, bias=True, activation=Activation.GELU_TANH),
-        attention_norm=make.layer_norm(),
+        mixer_norm=make.layer_norm(),
         parallel=True,
         residual_scale=0.5,
     )
     after = make.block(
         make.attention(heads=2, kv_heads=1),
         make.feed_forward(activation=Activation.RELU2),
-        attention_norm=None,
+        mixer_norm=None,
         feed_forward_norm=None,
-        attention_out_norm=make.norm(offset=1.0),
+        mixer_out_norm=make.norm(offset=1.0),
         feed_forward_out_norm=make.norm(rounds_first=False),
         output_scale=make.random(1, size=1.0),
     )

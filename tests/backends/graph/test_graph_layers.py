@@ -156,7 +156,7 @@ def moved(decoder: Decoder, device: str) -> Decoder:
         for matrix in (attention.qkv, attention.out, feed_forward.gate_up, feed_forward.down):
             for part in matrix.parts:
                 part.to(device)
-        for norm in (block.attention_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm):
+        for norm in (block.mixer_norm, block.feed_forward_norm, attention.q_norm, attention.k_norm):
             if norm is not None:
                 object.__setattr__(norm, "weight", norm.weight.to(device))
     decoder.head.parts[0].to(device)

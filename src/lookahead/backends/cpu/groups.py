@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.models.spec import Decoder, Rope
+from lookahead.models.spec import Decoder, Rope, attentions_of
 
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
 
@@ -63,12 +63,12 @@ class Group:
 
 def ropes_of(decoder: Decoder) -> list[Rope]:
     """The rotary positions of all layers, each once, in the order of the layers."""
-    return list(dict.fromkeys(b.attention.rope for b in decoder.blocks if b.attention.rope is not None))
+    return list(dict.fromkeys(spec.rope for spec in attentions_of(decoder) if spec.rope is not None))
 
 
 def query_scales_of(decoder: Decoder) -> list[QueryScale]:
     """The functions that scale queries by position, each once, in the order of the layers."""
-    found = [block.attention.query_scale for block in decoder.blocks]
+    found = [attention.query_scale for attention in attentions_of(decoder)]
     return list(dict.fromkeys(scale for scale in found if scale is not None))
 
 
@@ -76,8 +76,7 @@ def layer_groups(decoder: Decoder) -> list[Group]:
     """The group of each layer."""
     ropes, scales = ropes_of(decoder), query_scales_of(decoder)
     groups = []
-    for block in decoder.blocks:
-        spec = block.attention
+    for spec in attentions_of(decoder):
         groups.append(
             Group(
                 spec.heads,

@@ -23,7 +23,8 @@ from lookahead.backends.cpu.products import merged
 from lookahead.config import SamplingParams
 from lookahead.models.feed_forward import FeedForward, MoE, Router
 from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.spec import Attention, Block, Decoder, Norm
+from lookahead.models.norm import Norm
+from lookahead.models.spec import Attention, Block, Decoder
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
 """Cached tokens before the root. With some of them the path crosses from one block into the next."""
@@ -45,9 +46,9 @@ def reduced_model(decoder: Decoder) -> Decoder:
     first = list(dict.fromkeys(kinds))
     blocks = [decoder.blocks[kinds.index(kind)] for kind in first]
     for number, block in enumerate(blocks):
-        source = block.attention.kv_layer
+        source = block.plain()[0].kv_layer
         if source is not None:  # the layer of its kind has K/V of the same shape
-            blocks[number] = replace(block, attention=replace(block.attention, kv_layer=first.index(kinds[source])))
+            blocks[number] = block.with_attention(kv_layer=first.index(kinds[source]))
     embedding, head = decoder.embedding[:VOCABULARY], merged(decoder.head, slice(VOCABULARY))
     return replace(decoder, embedding=embedding, blocks=blocks, head=head)
 

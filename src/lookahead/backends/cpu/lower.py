@@ -53,7 +53,7 @@ from lookahead.backends.cpu.lower_parts import add_norm, feed_forward, norm
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, OnnxModel, array
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import MoE
-from lookahead.models.spec import Block, Decoder, expert_matrices_in
+from lookahead.models.spec import Block, Decoder, check_plain, expert_matrices_in
 
 
 def check_lowers(decoder: Decoder) -> None:
@@ -63,11 +63,12 @@ def check_lowers(decoder: Decoder) -> None:
         raise UnsupportedModelError(f"the cpu backend does not run this model: {reason}")
 
     weight = decoder.embedding
-    for matrix in expert_matrices_in(decoder):
-        try:
+    try:
+        check_plain(decoder)
+        for matrix in expert_matrices_in(decoder):
             check_experts(matrix)
-        except UnsupportedModelError as error:
-            refuse(str(error))
+    except UnsupportedModelError as error:
+        refuse(str(error))
     if not decoder.causal_prompt:
         refuse("the tokens of its prompts see each other")
     if weight.device.type != "cpu":
@@ -109,23 +110,24 @@ def _block(
 ) -> tuple[str, str | None]:
     """One block, whose input is x + added [R, hidden]. Returns its output in the same way."""
     # 1. Attention. What a half adds is scaled by its last norm, or else by its last product.
-    width = block.attention.out.shape[0]
-    normed, x = add_norm(made, f"{number}.attention_norm", block.attention_norm, x, added, width)
-    after, scale = block.attention_out_norm, block.residual_scale
+    own, after_own = block.plain()
+    width = own.out.shape[0]
+    normed, x = add_norm(made, f"{number}.mixer_norm", block.mixer_norm, x, added, width)
+    after, scale = block.mixer_out_norm, block.residual_scale
     in_product = scale if after is None else 1.0
-    attended = attention(made, block.attention, group, number, normed, in_product)
-    attended = norm(made, f"{number}.attention_out_norm", after, attended, width, scale)
+    attended = attention(made, own, group, number, normed, in_product)
+    attended = norm(made, f"{number}.mixer_out_norm", after, attended, width, scale)
     # 2. The feed-forward; in a parallel block it reads the same x.
     if not block.parallel:
         normed, x = add_norm(made, f"{number}.feed_forward_norm", block.feed_forward_norm, x, attended, width)
-    elif block.feed_forward_norm is not block.attention_norm:
+    elif block.feed_forward_norm is not block.mixer_norm:
         normed = norm(made, f"{number}.feed_forward_norm", block.feed_forward_norm, x, width)
     after = block.feed_forward_out_norm
     in_product = scale if after is None else 1.0
-    if isinstance(block.feed_forward, MoE):
-        fed = mixture(made, block.feed_forward, number, normed, in_product)
+    if isinstance(after_own, MoE):
+        fed = mixture(made, after_own, number, normed, in_product)
     else:
-        fed = feed_forward(made, block.feed_forward, str(number), normed, in_product)
+        fed = feed_forward(made, after_own, str(number), normed, in_product)
     fed = norm(made, f"{number}.feed_forward_out_norm", after, fed, width, scale)
     # 3. The sum, which is left to the next norm if nothing else needs it.
     if block.parallel:

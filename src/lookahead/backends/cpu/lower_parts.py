@@ -11,7 +11,7 @@ import torch
 from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, array
 from lookahead.backends.cpu.products import linear
 from lookahead.models.feed_forward import Activation, FeedForward
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 def add_norm(

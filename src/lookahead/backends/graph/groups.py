@@ -14,7 +14,7 @@ from lookahead.backends.graph.kernels.tiles import HeadShape
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.kv.pages import pages_in_window
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.spec import Attention, Decoder
+from lookahead.models.spec import Attention, Decoder, attentions_of
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def groups_of(decoder: Decoder, *, drop_pages: bool = True) -> tuple[AttentionGr
     UnsupportedModelError if a layer reads the keys and values of one with other heads or another window.
     """
     layers: dict[tuple[HeadShape, int | None], list[int]] = {}
-    for number, block in enumerate(decoder.blocks):
-        spec = block.attention
+    attentions = attentions_of(decoder)
+    for number, spec in enumerate(attentions):
         if spec.kv_layer is None:
             shape, window = _group_key(spec)
             layers.setdefault((shape, window if drop_pages else None), []).append(number)
-        elif _group_key(spec) != _group_key(decoder.blocks[spec.kv_layer].attention):
+        elif _group_key(spec) != _group_key(attentions[spec.kv_layer]):
             raise UnsupportedModelError(
                 f"layer {number} reads the keys and values of layer {spec.kv_layer}, which has other heads or another "
                 "window"
@@ -68,5 +68,5 @@ def _group_key(spec: Attention) -> tuple[HeadShape, int | None]:
 def group_and_index(decoder: Decoder, groups: Sequence[AttentionGroup]) -> list[tuple[int, int]]:
     """For each layer, the number of its group, and the index in that group of the layer whose K/V it reads."""
     owners = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
-    sources = [block.attention.kv_layer for block in decoder.blocks]
+    sources = [attention.kv_layer for attention in attentions_of(decoder)]
     return [owners[layer if source is None else source] for layer, source in enumerate(sources)]

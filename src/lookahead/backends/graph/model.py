@@ -20,7 +20,8 @@ from lookahead.backends.graph.matrices.quantised import check_quantised
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import MoE
-from lookahead.models.spec import Block, Decoder, Norm, matrices_in
+from lookahead.models.norm import Norm
+from lookahead.models.spec import Block, Decoder, check_plain, matrices_in
 
 
 class GraphBlock:
@@ -33,16 +34,16 @@ class GraphBlock:
     def __init__(
         self, spec: Block, attention: AttentionLayer, added: Addition, width: int, ops: Ops, matrices: Matrices
     ) -> None:
-        attended = LayerOutput("delta", attention.out.bias, spec.attention_out_norm)
-        norms: tuple[Norm | None, ...] = (spec.attention_norm,)
+        attended = LayerOutput("delta", attention.out.bias, spec.mixer_out_norm)
+        norms: tuple[Norm | None, ...] = (spec.mixer_norm,)
         source, target = NORMED[0], "delta_2" if spec.parallel else "delta"
-        if spec.parallel and spec.feed_forward_norm is not spec.attention_norm:
-            norms, source = (spec.attention_norm, spec.feed_forward_norm), NORMED[1]
-        self.attention = attention
+        if spec.parallel and spec.feed_forward_norm is not spec.mixer_norm:
+            norms, source = (spec.mixer_norm, spec.feed_forward_norm), NORMED[1]
+        self.attention, (_, feed_forward) = attention, spec.plain()
         self.feed_forward = (
-            MoELayer(spec.feed_forward, ops, matrices, source, target)
-            if isinstance(spec.feed_forward, MoE)
-            else FeedForwardLayer(spec.feed_forward, ops, matrices, source, target)
+            MoELayer(feed_forward, ops, matrices, source, target)
+            if isinstance(feed_forward, MoE)
+            else FeedForwardLayer(feed_forward, ops, matrices, source, target)
         )
         fed = LayerOutput(target, self.feed_forward.bias, spec.feed_forward_out_norm)
         self.layers: list[NormLayer | AttentionLayer | FeedForwardLayer | MoELayer] = [
@@ -76,7 +77,7 @@ class GraphModel:
         self.blocks: list[GraphBlock] = []
         added = Addition()
         for number, block in enumerate(decoder.blocks):
-            attention = AttentionLayer(block.attention, *caches[number], ops, matrices)
+            attention = AttentionLayer(block.plain()[0], *caches[number], ops, matrices)
             self.blocks.append(GraphBlock(block, attention, added, decoder.hidden, ops, matrices))
             added = self.blocks[-1].added
         self.head = HeadLayer(decoder, added, ops, matrices)
@@ -163,11 +164,13 @@ def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
 def check_lowered(decoder: Decoder) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the kernels cannot run. Changes no weights."""
     try:
+        check_plain(decoder)
         groups_of(decoder)
         for block in decoder.blocks:
-            AttentionLayer.check_attention(block.attention)
-            if isinstance(block.feed_forward, MoE):
-                for experts in (block.feed_forward.gate_up, block.feed_forward.down):
+            attention, feed_forward = block.plain()
+            AttentionLayer.check_attention(attention)
+            if isinstance(feed_forward, MoE):
+                for experts in (feed_forward.gate_up, feed_forward.down):
                     StackedExperts.check(experts)
         for matrix in matrices_in(decoder):
             check_quantised(matrix)

@@ -29,7 +29,7 @@ def read_afmoe(base: Any, head: Any, config: Any) -> Decoder:
                 read_attention(module, rope if window else None, window, norm=_norm, output_gate=gate),
                 _norm(layer.pre_mlp_layernorm),
                 read_dense_or(layer.mlp, config.hidden_act, _read_experts),
-                attention_out_norm=_norm(layer.post_attention_layernorm),
+                mixer_out_norm=_norm(layer.post_attention_layernorm),
                 feed_forward_out_norm=_norm(layer.post_mlp_layernorm),
             )
         )

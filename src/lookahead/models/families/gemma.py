@@ -62,7 +62,7 @@ def _read(base: Any, head: Any, config: Any, ropes: Mapping[str, Rope], softcap:
         if hasattr(layer, "post_feedforward_layernorm"):
             block = replace(
                 block,
-                attention_out_norm=gemma_norm(layer.post_attention_layernorm),
+                mixer_out_norm=gemma_norm(layer.post_attention_layernorm),
                 feed_forward_out_norm=gemma_norm(layer.post_feedforward_layernorm),
             )
         blocks.append(block)

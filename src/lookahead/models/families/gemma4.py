@@ -37,7 +37,7 @@ def read_gemma4(base: Any, head: Any, config: Any) -> Decoder:
             _read_attention(layer.self_attn, ropes[kind], window, config),
             _norm(layer.pre_feedforward_layernorm),
             read_feed_forward(layer.mlp, config.hidden_activation),
-            attention_out_norm=_norm(layer.post_attention_layernorm),
+            mixer_out_norm=_norm(layer.post_attention_layernorm),
             feed_forward_out_norm=_norm(layer.post_feedforward_layernorm),
             output_scale=layer.layer_scalar.detach(),
         )

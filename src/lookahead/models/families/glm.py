@@ -28,7 +28,7 @@ def read_glm4(base: Any, head: Any, config: Any) -> Decoder:
     blocks = [
         replace(
             block,
-            attention_out_norm=read_norm(layer.post_self_attn_layernorm),
+            mixer_out_norm=read_norm(layer.post_self_attn_layernorm),
             feed_forward_out_norm=read_norm(layer.post_mlp_layernorm),
         )
         for layer, block in zip(base.layers, described.blocks, strict=True)

@@ -35,10 +35,7 @@ def read_exaone_moe(base: Any, head: Any, config: Any) -> Decoder:
     described = read_dots1(base, head, config)
     if config.sliding_window is None:
         return described
-    blocks = [
-        block if block.attention.window else replace(block, attention=replace(block.attention, rope=None))
-        for block in described.blocks
-    ]
+    blocks = [block if block.plain()[0].window else block.with_attention(rope=None) for block in described.blocks]
     return replace(described, blocks=blocks)
 
 

@@ -27,7 +27,7 @@ def read_gpt_oss(base: Any, head: Any, config: Any) -> Decoder:
         feed_forward=lambda layer: _read_experts(layer.mlp),
     )
     blocks = [
-        replace(block, attention=replace(block.attention, sinks=layer.self_attn.sinks.detach()))
+        block.with_attention(sinks=layer.self_attn.sinks.detach())
         for layer, block in zip(base.layers, described.blocks, strict=True)
     ]
     return replace(described, blocks=blocks)

@@ -1,6 +1,7 @@
 """Granite: a Llama with factors of the embedding, of scores, of what a block's halves add, and of the logits.
 
-Granite 4's dense models, which are GraniteMoeHybrids without experts and Mamba layers, may do without positions.
+Granite 4's GraniteMoeHybrids have Mamba-2 instead of attention in most layers. They may do without experts, without
+Mamba-2 and without positions.
 GraniteSWA has windows on some layers, a theta per layer, and sinks. HyperCLOVA X may have norms of what is added.
 
 The MoEs have experts in every layer, and all but GraniteMoe may have a feed-forward that every token goes through.
@@ -13,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from lookahead.models.experts import read_moe, read_router
-from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.llama import read_llama
 from lookahead.models.feed_forward import Activation, FeedForward, MoE, Scoring
 from lookahead.models.matrix import Matrix
+from lookahead.models.mixers import read_mamba2
 from lookahead.models.parts import CausalLM, layer_windows, read_attention, read_norm, read_rope
 from lookahead.models.spec import Block, Decoder
 
@@ -34,7 +35,7 @@ def read_hyperclovax(base: Any, head: Any, config: Any) -> Decoder:
     described, blocks = read_granite(base, head, config), []
     for layer, block in zip(base.layers, described.blocks, strict=True):
         norms = (read_norm(layer.post_norm1), read_norm(layer.post_norm2)) if config.use_post_norm else (None, None)
-        blocks.append(replace(block, attention_out_norm=norms[0], feed_forward_out_norm=norms[1]))
+        blocks.append(replace(block, mixer_out_norm=norms[0], feed_forward_out_norm=norms[1]))
     return replace(described, blocks=blocks, logit_scale=float(config.logits_scaling))
 
 
@@ -46,8 +47,7 @@ def read_granite_swa(base: Any, head: Any, config: Any, **parts: Any) -> Decoder
     blocks = []
     for layer, block, theta, window in layers:
         rope = ropes[theta] if theta else None
-        attention = replace(block.attention, rope=rope, window=window, sinks=layer.self_attn.sinks.detach())
-        blocks.append(replace(block, attention=attention))
+        blocks.append(block.with_attention(rope=rope, window=window, sinks=layer.self_attn.sinks.detach()))
     return replace(described, blocks=blocks)
 
 
@@ -59,12 +59,12 @@ def read_granite_hybrid(base: Any, head: Any, config: Any) -> Decoder:
     rope = None if base.rotary_emb is None else read_rope(base.rotary_emb, config)
     blocks = []
     for layer in base.layers:
-        if layer.self_attn is None:
-            raise UnsupportedModelError("it has Mamba layers")
         read = _read_shared if layer.block_sparse_moe is None else _read_experts
         feed_forward = read(layer, config.hidden_act)
         norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
-        blocks.append(Block(norms[0], read_attention(layer.self_attn, rope, None), norms[1], feed_forward))
+        attends = layer.self_attn is not None
+        mixer = read_attention(layer.self_attn, rope, None) if attends else read_mamba2(layer.mamba)
+        blocks.append(Block(norms[0], mixer, norms[1], feed_forward))
     described = Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((head,)))
     return _scaled(described, config)
 

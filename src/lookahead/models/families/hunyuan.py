@@ -16,13 +16,8 @@ def read_hunyuan(base: Any, head: Any, config: Any, **parts: Any) -> Decoder:
     described = read_llama(base, head, config, **parts)
     blocks = []
     for layer, block in zip(base.layers, described.blocks, strict=True):
-        attention = replace(
-            block.attention,
-            q_norm=read_norm(layer.self_attn.query_layernorm),
-            k_norm=read_norm(layer.self_attn.key_layernorm),
-            norms_after_rope=True,
-        )
-        blocks.append(replace(block, attention=attention))
+        norms = read_norm(layer.self_attn.query_layernorm), read_norm(layer.self_attn.key_layernorm)
+        blocks.append(block.with_attention(q_norm=norms[0], k_norm=norms[1], norms_after_rope=True))
     return replace(described, blocks=blocks)
 
 

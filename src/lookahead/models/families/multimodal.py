@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families import (
     cohere,
@@ -26,42 +24,33 @@ from lookahead.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    lfm2,
     llama,
     mixtral,
     neox,
     olmo,
     phi,
     phi3,
+    qwen3_next,
     qwen_moe,
     smollm3,
     starcoder2,
 )  # fmt: skip
-from lookahead.models.parts import CausalLM, FeedForwardReader, TextReader, check_causal
+from lookahead.models.parts import CausalLM, EqualAxes, FeedForwardReader, TextReader, check_causal
 from lookahead.models.spec import Decoder, Rope
-
-
-@dataclass(frozen=True)
-class EqualAxes:
-    """A rotary module with positions along three axes, called with the same position for all of them."""
-
-    module: Any
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cosine, sine = self.module(x, positions[None].expand(3, -1, -1))
-        return (cosine[0], sine[0]) if cosine.dim() == 4 else (cosine, sine)  # 4-D up to transformers 5.21
 
 
 def read_three_axes(base: Any, head: Any, config: Any, feed_forward: FeedForwardReader | None = None) -> Decoder:
     """A Qwen2 or Qwen3 with positions along three axes."""
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.layers]
     described = llama.read_with_windows(base, head, config, windows, feed_forward=feed_forward)
-    ropes: dict[Rope | None, Rope | None] = {None: None}
+    ropes: dict[Rope, Rope] = {}
     blocks = []
     for block in described.blocks:
-        rope = block.attention.rope
-        if rope not in ropes and rope is not None:
+        rope = None if block.attention is None else block.attention.rope
+        if rope is not None and rope not in ropes:
             ropes[rope] = replace(rope, module=EqualAxes(rope.module))
-        blocks.append(replace(block, attention=replace(block.attention, rope=ropes[rope])))
+        blocks.append(block if rope is None else block.with_attention(rope=ropes[rope]))
     return replace(described, blocks=blocks)
 
 
@@ -82,12 +71,14 @@ FAMILIES = (
     gpt_oss,
     granite,
     hunyuan,
+    lfm2,
     llama,
     mixtral,
     neox,
     olmo,
     phi,
     phi3,
+    qwen3_next,
     qwen_moe,
     smollm3,
     starcoder2,
@@ -162,6 +153,7 @@ READERS = {
             "GotOcr2ForConditionalGeneration",
             "InternVLForConditionalGeneration",
             "JanusForConditionalGeneration",
+            "Lfm2VlForConditionalGeneration",
             "LightOnOcrForConditionalGeneration",
             "LlavaForConditionalGeneration",
             "LlavaNextForConditionalGeneration",
@@ -180,6 +172,8 @@ READERS = {
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen3ASRForConditionalGeneration",
             "Qwen3OmniMoeThinkerForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
             "Qwen3VLForConditionalGeneration",
             "Qwen3VLMoeForConditionalGeneration",
             "VibeVoiceAsrForConditionalGeneration",

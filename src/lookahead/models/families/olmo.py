@@ -3,7 +3,8 @@
 OLMo 2 and 3 and EXAONE 4 norm what a block's halves add, not what they read. They also norm q and k: OLMo all heads as
 one vector, EXAONE each head. OLMo 3 and EXAONE 4 have windows on some layers.
 
-OLMoE and FlexOlmo have experts in every layer: OLMoE in a Llama that norms q and k, FlexOlmo in an OLMo 2.
+OLMo Hybrid has gated delta nets in most layers, and may do without positions. OLMoE and FlexOlmo have experts in every
+layer: OLMoE in a Llama that norms q and k, FlexOlmo in an OLMo 2.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from lookahead.models.experts import read_softmax_moe
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.families.llama import read_llama, read_with_windows
 from lookahead.models.matrix import Matrix
+from lookahead.models.mixers import read_gated_delta
+from lookahead.models.norm import Norm
 from lookahead.models.parts import (
     CausalLM,
     FeedForwardReader,
@@ -27,7 +30,8 @@ from lookahead.models.parts import (
     read_rope,
     read_ropes_by_type,
 )
-from lookahead.models.spec import Block, Decoder, Norm, Rope
+from lookahead.models.recurrent import GatedDelta
+from lookahead.models.spec import Block, Decoder, Rope
 
 _norm = partial(read_norm, rounds_first=False)
 
@@ -71,6 +75,28 @@ def read_flex_olmo(base: Any, head: Any, config: Any) -> Decoder:
     return _read(base, head, config, layers, norm=_norm, feed_forward=_experts(config), whole_norms=True)
 
 
+def read_olmo_hybrid(base: Any, head: Any, config: Any) -> Decoder:
+    """Its layers with a gated delta net have norms before both halves, those with attention have OLMo 3's."""
+    rope, blocks = None if base.rotary_emb is None else read_rope(base.rotary_emb, config), []
+    for layer in base.layers:
+        feed_forward = read_feed_forward(layer.mlp, config.hidden_act)
+        middle = _norm(layer.post_attention_layernorm)
+        if hasattr(layer, "linear_attn"):
+            recurrent = _read_gated_delta(layer.linear_attn)
+            blocks.append(Block(_norm(layer.input_layernorm), recurrent, middle, feed_forward))
+        else:
+            attention = read_attention(layer.self_attn, rope, None, norm=_norm, whole_norms=True)
+            last = _norm(layer.post_feedforward_layernorm)
+            blocks.append(Block(None, attention, None, feed_forward, mixer_out_norm=middle, feed_forward_out_norm=last))
+    return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((head,)))
+
+
+def _read_gated_delta(module: Any) -> GatedDelta:
+    parts = module.q_proj, module.k_proj, module.v_proj, module.g_proj, module.b_proj, module.a_proj
+    norm, out, scale = read_norm(module.o_norm), Matrix((module.o_proj,)), 2.0 if module.allow_neg_eigval else 1.0
+    return read_gated_delta(module, Matrix(parts), norm=norm, out=out, beta_scale=scale)
+
+
 def _experts(config: Any) -> FeedForwardReader:
     return lambda layer: read_softmax_moe(layer.mlp, config.hidden_act)
 
@@ -92,7 +118,7 @@ def _read(
             read_attention(layer.self_attn, rope, window, norm=norm, **attention),
             None,
             feed_forward(layer),
-            attention_out_norm=norm(layer.post_attention_layernorm),
+            mixer_out_norm=norm(layer.post_attention_layernorm),
             feed_forward_out_norm=norm(layer.post_feedforward_layernorm),
         )
         for layer, (rope, window) in zip(base.layers, layers, strict=True)
@@ -106,5 +132,6 @@ READERS = {
     "Olmo3ForCausalLM": CausalLM(read_olmo3),
     "Exaone4ForCausalLM": CausalLM(read_exaone4),
     "OlmoeForCausalLM": CausalLM(read_olmoe),
+    "OlmoHybridForCausalLM": CausalLM(read_olmo_hybrid),
     "FlexOlmoForCausalLM": CausalLM(read_flex_olmo),
 }

@@ -18,14 +18,16 @@ from lookahead.models.spec import Decoder
 
 
 def read_qwen2_moe(base: Any, head: Any, config: Any) -> Decoder:
-    def read(block: Any, activation: str) -> MoE:
-        shared = read_feed_forward(block.shared_expert, activation)
-        return read_softmax_moe(block, activation, shared=shared, shared_gate=Matrix((block.shared_expert_gate,)))
-
     def feed_forward(layer: Any) -> FeedForward | MoE:
-        return read_dense_or(layer.mlp, config.hidden_act, read)
+        return read_dense_or(layer.mlp, config.hidden_act, read_shared_moe)
 
     return read_with_windows(base, head, config, layer_windows(config), feed_forward=feed_forward)
+
+
+def read_shared_moe(block: Any, activation: str) -> MoE:
+    """Experts, and a shared one behind a gate."""
+    shared = read_feed_forward(block.shared_expert, activation)
+    return read_softmax_moe(block, activation, shared=shared, shared_gate=Matrix((block.shared_expert_gate,)))
 
 
 def qwen3_feed_forward(config: Any) -> FeedForwardReader:
@@ -49,8 +51,7 @@ def read_mellum(base: Any, head: Any, config: Any) -> Decoder:
         feed_forward=qwen3_feed_forward(config),
     )
     blocks = [
-        replace(block, attention=replace(block.attention, rope=ropes[kind]))
-        for block, kind in zip(described.blocks, config.layer_types, strict=True)
+        block.with_attention(rope=ropes[kind]) for block, kind in zip(described.blocks, config.layer_types, strict=True)
     ]
     return replace(described, blocks=blocks)
 

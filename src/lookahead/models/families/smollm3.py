@@ -18,9 +18,9 @@ def read_smollm3(base: Any, head: Any, config: Any) -> Decoder:
     described = read_llama(base, head, config)
     blocks = []
     for layer, kind, block in zip(base.layers, config.layer_types, described.blocks, strict=True):
-        rope = block.attention.rope if layer.self_attn.use_rope else None
+        rope = block.plain()[0].rope if layer.self_attn.use_rope else None
         window = config.sliding_window if kind == "sliding_attention" else None
-        blocks.append(replace(block, attention=replace(block.attention, rope=rope, window=window)))
+        blocks.append(block.with_attention(rope=rope, window=window))
     return replace(described, blocks=blocks)
 
 

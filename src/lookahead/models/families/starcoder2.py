@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from lookahead.models.matrix import Matrix
+from lookahead.models.norm import Norm
 from lookahead.models.parts import CausalLM, read_attention, read_feed_forward, read_norm, read_rope, read_ungated
-from lookahead.models.spec import Block, Decoder, Norm
+from lookahead.models.spec import Block, Decoder
 
 
 def read_starcoder2(base: Any, head: Any, config: Any) -> Decoder:

@@ -15,7 +15,7 @@ from lookahead.algorithm.tree import visibility
 from lookahead.backends.graph.kernels import heads, locate, reference_heads
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 @pytest.mark.parametrize(

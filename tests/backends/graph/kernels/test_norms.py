@@ -12,7 +12,7 @@ from rounding import DTYPES, close
 
 from lookahead.backends.graph.kernels import norms, reference_layers
 from lookahead.backends.graph.kernels.delta import Delta
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 NORMS: dict[str, dict[str, Any]] = {
     "RMS": {},

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 class Delta(NamedTuple):

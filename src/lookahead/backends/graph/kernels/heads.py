@@ -13,7 +13,7 @@ import triton.language as tl
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.sizes import PAGE
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 NORM, CENTERED, ROUNDS_FIRST, OWN_WEIGHTS, WHOLE = (tl.constexpr(1 << bit) for bit in range(5))
 """The kind of a norm, as bits; 0 for none. OWN_WEIGHTS: each head has its own. WHOLE: all heads are one vector."""

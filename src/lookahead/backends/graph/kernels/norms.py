@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.delta import Delta
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 HAS_NORM, CENTERED, ROUNDS_FIRST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 """The flags of a norm in a kernel's arguments: see `flags`. 0 for no norm."""

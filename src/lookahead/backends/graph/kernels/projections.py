@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 @dataclass(frozen=True, eq=False)

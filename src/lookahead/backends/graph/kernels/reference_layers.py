@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from lookahead.backends.graph.kernels.delta import Delta
-from lookahead.models import reference
+from lookahead.models import reference_parts
 from lookahead.models.feed_forward import Activation
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 
 def embed(
@@ -48,13 +48,13 @@ def add_norm(
     x = residual[chosen]
     for delta in deltas:
         added = delta.values[chosen] if delta.bias is None else delta.values[chosen] + delta.bias
-        x = x + reference.norm(delta.norm, added) * scale
+        x = x + reference_parts.norm(delta.norm, added) * scale
     if deltas and output_scale is not None:
         x = x * output_scale
     if deltas and rows is None:
         residual[chosen] = x
     for norm, out in zip(norms, outs, strict=True):
-        out.copy_(reference.norm(norm, x))
+        out.copy_(reference_parts.norm(norm, x))
 
 
 def activate(
@@ -71,9 +71,9 @@ def activate(
     inner = x[: len(out)] if bias is None else x[: len(out)] + bias
     gate, up = (inner[:, ::2], inner[:, 1::2]) if alternate else inner.chunk(2, dim=-1) if gated else (inner, None)
     if up is not None and activation is Activation.CLAMPED:
-        out.copy_(reference.gated(activation, constants, gate.float(), up.float()))
+        out.copy_(reference_parts.gated(activation, constants, gate.float(), up.float()))
         return
-    active = reference.activate(activation, constants, gate.float()).to(out.dtype)
+    active = reference_parts.activate(activation, constants, gate.float()).to(out.dtype)
     out.copy_(active if up is None else active * up)
 
 
@@ -90,4 +90,4 @@ def last_columns(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
 def finish_logits(logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None) -> None:
     """As `ends.finish_logits`."""
     wide = logits.float() if bias is None else logits.float() + bias.float()
-    logits.copy_(reference.softcap(wide * scale, cap))
+    logits.copy_(reference_parts.softcap(wide * scale, cap))

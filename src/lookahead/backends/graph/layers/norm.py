@@ -9,7 +9,7 @@ import torch
 from lookahead.backends.graph.kernels.delta import Delta
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.ops import Ops
-from lookahead.models.spec import Norm
+from lookahead.models.norm import Norm
 
 NORMED = ("normed", "normed_2")
 """The buffers of the norms' outputs: two for halves of a parallel block that have norms of their own."""
