@@ -191,15 +191,18 @@ def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any
 def test_sampled_texts_are_those_of_autoregressive(run: Callable[..., Any], data_dir: Path) -> None:
     result = run("--preset", "sampling", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "12")
     assert result.exit_code == 0, result.output
-    rows = table(result.stdout, "Methods")
-    assert [row[:3] for row in rows[:6]] == [
-        ["cnn-dm", method, heat] for heat in "01" for method in ("autoregressive", "(5,15,15) + prompt", "lookahead")
-    ]
-    assert len(rows) == 12
+    rows, methods = table(result.stdout, "Methods"), ("autoregressive", "(5,15,15) + prompt", "lookahead")
+    assert [row[:3] for row in rows[:6]] == [["cnn-dm", method, heat] for heat in ("0", "0.7") for method in methods]
+    assert len(rows) == 18
     assert {row[SAME + 1] for row in rows} == {"2/2"}
     assert [row[-1] for row in rows if row[1] == "(5,15,15) + prompt"] == [
-        "1.57x, 1.72", "1.46x, 1.64", "1.60x, 1.77", "1.50x, 1.67",
+        "1.57x, 1.72", "-", "1.46x, 1.64", "1.60x, 1.77", "-", "1.50x, 1.67",
     ]  # fmt: skip
+    scores = table(result.stdout, "ROUGE")
+    assert [row[:3] for row in scores[:3]] == [["cnn-dm", "0", method] for method in methods]
+    assert len(scores) == 18
+    for first, *others in (scores[i : i + 3] for i in range(0, 18, 3)):
+        assert all(row[3:] == first[3:] for row in others), "equal texts have equal scores"
 
 
 def test_speed_compares_every_prompt(run: Callable[..., Any], data_dir: Path) -> None:
@@ -466,5 +469,5 @@ def cost_line(preset: Preset) -> str:
     everywhere = [method for method in preset.methods if method.device is None]
     whole = answers(len(everywhere), full)
     short = answers(len(preset.quick_methods or everywhere), quick)
-    sizes = f"{full.limit or 'all'}, {full.max_tokens or 'by set'}"
+    sizes = f"{full.limit or 'by set'}, {full.max_tokens or 'by set'}"
     return f"| `{preset.name}` | {whole} | {sizes} | {short}, {quick.limit}, {quick.max_tokens} |"

@@ -171,13 +171,15 @@ class Engine:
             if launched is not None:
                 results += self._collect(launched)
         finished = self.accept_and_commit(results)
-        seconds, since_last, self._last_end = finished.time - step.time, finished.time - self._last_end, finished.time
+        ran_ahead = any(batch.ran_ahead for batch in step.batches)  # then it began before the host asked for it
+        seconds = finished.time - (self._last_end if ran_ahead else step.time)
+        self._last_end = finished.time
         if step.first is None or self.backend.captures != step.captures:
             return finished  # nothing has run, or the time of a capture, which says nothing about the next step
         if self.budget.cost is not None and len(step.batches) == 1:
             rows = step.batches[0].rows_run(pads=self.backend.capabilities.pads)
-            if step.batches[0].ran_ahead:  # it began before the host asked for it
-                self.budget.cost.record_plain_step(rows, since_last)
+            if ran_ahead:
+                self.budget.cost.record_plain_step(rows, seconds)
             else:
                 self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
         if self.budget.guarded and finished and not step.has_chunks:

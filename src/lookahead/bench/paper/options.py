@@ -73,7 +73,9 @@ class BenchOptions:
                 raise ValueError(f"--sets names none: choose from {', '.join(prompts.SETS)}")
         for name in names:
             prompts.check(name)
-        return {name: prompts.load(name, self.data_dir, self.size.limit, self.preset.turns) for name in names}
+        samples = {name: one.sample for name, one in prompts.PAPER_SETS.items()}
+        limits = {name: self.size.limit or samples.get(name) for name in names}
+        return {name: prompts.load(name, self.data_dir, limits[name], self.preset.turns) for name in names}
 
     @property
     def starts_warm(self) -> bool:

@@ -20,24 +20,28 @@ from lookahead.bench.run.methods import near
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation of a set. `kind` is its category."""
+    """One conversation of a set. `kind` is its category. `reference`: what the answer to its last turn is compared
+    with."""
 
     id: str
     turns: tuple[str, ...]
     kind: str = ""
     system: str | None = None
     raw: bool = False
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Where a set comes from: `file` in the data folder, or `hub` (name, config, split) through `datasets`."""
+    """Where a set comes from: `file` in the data folder, or `hub` (name, config, split) through `datasets`. A preset
+    takes `sample` prompts of it if it does not say how many; None for all."""
 
     name: str
     file: str
     hub: tuple[str, str | None, str]
     read: Callable[[dict[str, Any]], Prompt]
     max_tokens: int = 256
+    sample: int | None = None
 
 
 def _summary(row: dict[str, Any]) -> Prompt:
@@ -47,7 +51,8 @@ def _summary(row: dict[str, Any]) -> Prompt:
         f"Answer from the text below and from nothing else.\n\n{text}\n\n"
         "Write plain, businesslike English. Give only what is asked for, with no greeting and no remark about yourself."
     )
-    return Prompt(str(row["id"]), ("Summarise the text briefly.",), system=system)
+    reference = row.get("highlights", row.get("summary"))
+    return Prompt(str(row["id"]), ("Summarise the text briefly.",), system=system, reference=reference)
 
 
 def _mt_bench(row: dict[str, Any]) -> Prompt:
@@ -79,14 +84,15 @@ PAPER_SETS = {
     for one in (
         PromptSet("mt-bench", "mt_bench.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), _mt_bench, 1024),
         PromptSet("humaneval", "humaneval.jsonl", ("openai/openai_humaneval", None, "test"), _humaneval, 512),
-        PromptSet("mbpp", "mbpp.jsonl", ("google-research-datasets/mbpp", "full", "test"), _mbpp, 512),
-        PromptSet("gsm8k", "gsm8k_test.jsonl", ("openai/gsm8k", "main", "test"), _gsm8k, 512),
-        PromptSet("classeval", "classeval.json", ("FudanSELab/ClassEval", None, "test"), _classeval, 2048),
-        PromptSet("cnn-dm", "cnn_dm_sample.jsonl", ("abisee/cnn_dailymail", "3.0.0", "test"), _summary),
-        PromptSet("xsum", "xsum_sample.jsonl", ("EdinburghNLP/xsum", None, "test"), _summary),
+        PromptSet("mbpp", "mbpp.jsonl", ("google-research-datasets/mbpp", "full", "test"), _mbpp, 512, 100),
+        PromptSet("gsm8k", "gsm8k_test.jsonl", ("openai/gsm8k", "main", "test"), _gsm8k, 512, 100),
+        PromptSet("classeval", "classeval.json", ("FudanSELab/ClassEval", None, "test"), _classeval, 2048, 40),
+        PromptSet("cnn-dm", "cnn_dm_sample.jsonl", ("abisee/cnn_dailymail", "3.0.0", "test"), _summary, 256, 50),
+        PromptSet("xsum", "xsum_sample.jsonl", ("EdinburghNLP/xsum", None, "test"), _summary, 256, 50),
     )
 }
-"""The paper's, with its limits of new tokens where it names one (HumanEval 512, ClassEval 2048)."""
+"""The paper's, with its limits of new tokens where it names one (HumanEval 512, ClassEval 2048), and samples of the
+sets whose whole would take hours."""
 SETS = ("builtin", *PAPER_SETS)
 
 
