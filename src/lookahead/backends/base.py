@@ -103,7 +103,8 @@ class Capabilities:
     adopted K/V: only the model's own forward pass runs its prompts (see `Decoder.causal_prompt`).
 
     Sequences: at most `most_sequences` may be open, or None for no limit. Without `adopts`, a sequence has more than
-    K/V, so that `adopt` and `cached` are refused and nothing is shared by `remember`: each sequence runs its prompt.
+    K/V, so that `adopt` and `cached` are refused: each sequence runs its prompt. Then others share its beginning only
+    up to the end of a prompt chunk that ends at a multiple of `shares_at` tokens, or not at all if that is None.
 
     `overlaps`: the device runs asynchronously, so that the next step may begin before the host has handled the results
     of the last one. `runs_ahead`: after a step that `continues_alone` the next one starts without the host, and takes
@@ -126,6 +127,7 @@ class Capabilities:
     most_sequences: int | None = None
     runs_prompts: bool = True
     adopts: bool = True
+    shares_at: int | None = None
     overlaps: bool = False
     runs_ahead: bool = False
     draws_noise: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookahead.kv.pages import PagePools, PageTable
-from lookahead.kv.states import KeptRows
+from lookahead.kv.states import KeptRows, Snapshots
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Slot:
 
     `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
     table; they hold `sent_room` tokens. A token's position is its index plus `shift`. With recurrent states, `kept` is
-    the first row of its last tree (see `KeptRows`).
+    the first row of its last tree (see `KeptRows`), and `snapshot` the place of the snapshot that it began from, or -1.
     """
 
     table_index: int
@@ -30,6 +30,7 @@ class Slot:
     sent_room: int = 0
     shift: int = 0
     kept: int = 0
+    snapshot: int = -1
 
 
 class Slots:
@@ -37,7 +38,7 @@ class Slots:
 
     The device's page tables are int32 [groups, tables, longest]: `longest` is the most pages of a sequence. At most
     `most_slots` are open, which have the first tables. `free_indices` are the table indices that no slot has. With
-    `kept`, sequences have recurrent states, one for each table index, and share no pages.
+    `kept`, sequences have recurrent states, one for each table index. They share pages up to one of `snapshots`.
 
     `pending_commits` are those whose K/V have not moved yet: the first move and the number of moves of each;
     `pending_moves` are these moves in each attention group, source and target cell of each. A *cell* is one token's K/V
@@ -46,9 +47,15 @@ class Slots:
     """
 
     def __init__(
-        self, pool: PagePools, longest: int, tables: int, most_slots: int | None = None, kept: KeptRows | None = None
+        self,
+        pool: PagePools,
+        longest: int,
+        tables: int,
+        most_slots: int | None = None,
+        kept: KeptRows | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self.tables, self.kept = tables, kept
+        self.tables, self.kept, self.snapshots = tables, kept, snapshots
         self.most_slots = most_slots = tables if most_slots is None else min(tables, most_slots)
         self.free_indices = list(range(most_slots - 1, -1, -1))
         self.by_number: dict[int, Slot] = {}
@@ -67,12 +74,14 @@ class Slots:
 
     def open(self, tokens: Sequence[int], salt: str) -> int:
         """Open a slot for a new sequence. It shares the cached pages of its longest known prefix. K/V alone do not
-        continue a recurrent state, so with such states nothing is shared."""
+        continue a recurrent state, so with such states the prefix ends at a snapshot, whose place the slot gets."""
         if not self.free_indices:
             raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
-        number, tables = self._next, self.pool.open(tokens if self.kept is None else (), salt)
+        number, tables = self._next, self.pool.open(tokens, salt, self.snapshots)
         self._next += 1
         slot = self.by_number[number] = Slot(self.free_indices.pop(), tables, tables[0].cached, 0, [0] * len(tables))
+        if self.snapshots is not None and slot.length:
+            slot.snapshot = self.snapshots.use(tables[0].digests[-1])
         self._note_pages(slot)
         return number
 
@@ -83,6 +92,8 @@ class Slots:
         self._unsent.pop(closed.table_index, None)
         if self.kept is not None:
             self.kept.drop(closed.table_index)
+        if self.snapshots is not None:
+            self.snapshots.drop(number)
         self.pool.close(closed.tables)
 
     # Pages.

@@ -7,6 +7,7 @@ stored states before its next step. A state therefore never contains a token tha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 
@@ -51,3 +52,46 @@ class KeptRows:
             rows += own
         self._pending.clear()
         return walks, rows
+
+
+class Snapshots:
+    """Copies of states after full pages of a text, for later sequences that begin with the same text.
+
+    A snapshot is known by the hash of the last page before it (see `pages.PagePool`), once that page is remembered.
+    Snapshots have the `count` places from `first` on in the states' memory. The least recently used one is replaced.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self._free = list(range(first, first + count))
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._pending: dict[int, list[tuple[int, int]]] = {}  # by slot: pages before it, and its place
+
+    def take(self, number: int, pages: int) -> int | None:
+        """A place for the state of this slot after its first `pages` pages; None if there is none."""
+        if not self._free and self._known:
+            self._free.append(self._known.popitem(last=False)[1])
+        if not self._free:
+            return None
+        place = self._free.pop()
+        self._pending.setdefault(number, []).append((pages, place))
+        return place
+
+    def remember(self, number: int, digests: Sequence[bytes]) -> None:
+        """Let others use the snapshots of this slot, whose remembered pages have these hashes."""
+        for pages, place in self._pending.pop(number, ()):
+            if pages > len(digests) or digests[pages - 1] in self._known:
+                self._free.append(place)
+            else:
+                self._known[digests[pages - 1]] = place
+
+    def drop(self, number: int) -> None:
+        """Forget the snapshots of a slot that ends and was not remembered."""
+        self.remember(number, ())
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._known
+
+    def use(self, digest: bytes) -> int:
+        """The place of a known snapshot, which counts as used now."""
+        self._known.move_to_end(digest)
+        return self._known[digest]

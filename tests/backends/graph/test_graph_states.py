@@ -26,6 +26,7 @@ from lookahead.backends.graph import states
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import MOST_STATE_NODES, PAGE
 from lookahead.config import SamplingParams, StopRules
+from lookahead.engine import scheduler
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
 from lookahead.models.facts import UnsupportedModelError
@@ -162,7 +163,6 @@ def test_preempted_requests_run_again(name: str, device: str, plain: Plain, sett
         engine.step()
     assert [sequence.output for sequence in sequences] == expected
     assert engine.preemptions
-    assert backend.pool.hit_tokens == 0
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, "qwen3.5"))
@@ -247,12 +247,9 @@ def test_what_the_backend_states(device: str) -> None:
     assert not capabilities.runs_ahead
     assert capabilities.most_sequences == backend.runner.state.states.slots == backend.slots.most_slots
     assert backend.most_nodes == MOST_STATE_NODES
-    text = tokens(3 * PAGE)
-    slot = backend.open(text)
-    backend.step([greedy(slot, text[:-1], root(text[-1]))])
+    slot = backend.open()
+    backend.step([greedy(slot, tokens(20), root(4))])
     backend.commit([(slot, ())])
-    backend.remember(slot, text)
-    assert backend.length(backend.open([*text, 1, 2])) == 0  # K/V alone would not restore its states
     with pytest.raises(UnsupportedModelError, match="does not hand out the K/V of a sequence with recurrent states"):
         backend.cached(slot)
     with pytest.raises(UnsupportedModelError, match="does not take over the K/V of a sequence with recurrent states"):
@@ -262,6 +259,54 @@ def test_what_the_backend_states(device: str) -> None:
     most = capabilities.most_sequences
     with pytest.raises(UnsupportedModelError, match=f"recurrent states of {most} sequences, and {most + 1} are needed"):
         backend.check_room(most + 1, 10)
+
+
+def test_sequences_begin_from_snapshots(device: str) -> None:
+    """Where a chunk ended with a page, and was remembered: K/V alone do not restore a state."""
+    model, described = make("qwen3.5", device), read(make("qwen3.5", device), "graph")
+    backend, text = GraphBackend(model), tokens(200)
+    assert backend.capabilities.shares_at == PAGE
+    slot = backend.open(text)
+    for first, end in ((0, 64), (64, 100), (100, 128), (128, 190)):
+        backend.step([StepInput(slot, text[first:end], NO_TREE, SamplingParams(), ())])
+        other = backend.open(text)
+        assert backend.length(other) == 0  # not yet remembered
+        backend.close(other)
+    backend.remember(slot, text[:190])
+    backend.close(slot)
+    for shared, beginning in ((128, text), (64, [*text[:100], 1]), (64, text[:128]), (0, [1, *text[1:]])):
+        new = backend.open([*beginning, 3])
+        expected_length = 128 if beginning == text[:128] else shared  # its last page is full, and one token follows
+        assert backend.length(new) == expected_length
+        chunk = [*beginning, 3][expected_length:]
+        found = backend.step([greedy(new, chunk, TREE, logits=True)])[0].logits
+        assert error(found, forward_tree(described, [*beginning, 3], TREE.tokens, TREE.parents)) < 10 * ROUNDING
+        backend.close(new)
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, "granite-mamba"))
+def test_requests_share_the_beginning_of_prompts(
+    name: str, device: str, plain: Plain, settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin alike, one after the other and at once, with hardly any room for snapshots."""
+    monkeypatch.setattr(scheduler, "LEAST_SHARED", 64)
+    monkeypatch.setattr(states, "MOST_SNAPSHOTS", 2)
+    common = tokens(150)
+    prompts = [[*common, *tokens(5 + 20 * i, 3 + i)] for i in range(4)] + [tokens(140, 7), common[:70]]
+    expected = [plain(make(name), prompt, 8) for prompt in prompts]
+    backend = GraphBackend(make(name, device), most_rows=128)
+    found = [outputs(backend, [prompt], settings, 8)[0] for prompt in prompts]
+    assert found == expected
+    assert backend.pool.hit_tokens >= 3 * 128
+    assert outputs(backend, prompts, settings, 8) == expected
+    assert backend.pool.used == 0
+
+
+def test_limits_of_prompts_are_not_shared(device: str) -> None:
+    """A state then depends on which of its tokens were a prompt's."""
+    backend = GraphBackend(make("nemotron-h", device))
+    assert backend.capabilities.shares_at is None
+    assert backend.runner.state.states.snapshots == 0
 
 
 def test_no_room_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +365,12 @@ class TestSameBits:
         assert [outputs(backend, [prompt], LookaheadConfig(), 60)[0] for prompt in prompts] == expected
         assert outputs(backend, prompts, LookaheadConfig(), 60) == expected
         assert outputs(backend, prompts, AUTOREGRESSIVE, 60) == expected
+        common = rng.choices(range(VOCABULARY), k=600)
+        prompts = [[*common, *prompt] for prompt in prompts[:5]]
+        expected = [outputs(GraphBackend(speaking(name, dtype)), [prompt], AUTOREGRESSIVE, 60)[0] for prompt in prompts]
+        assert [outputs(backend, [prompt], LookaheadConfig(), 60)[0] for prompt in prompts] == expected
+        assert outputs(backend, prompts, LookaheadConfig(), 60) == expected
+        assert backend.pool.hit_tokens
         small = GraphBackend(speaking(name, dtype), kv_tokens=14 * PAGE, most_rows=128)
         assert outputs(small, prompts, LookaheadConfig(), 60) == expected
 

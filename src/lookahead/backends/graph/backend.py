@@ -36,7 +36,7 @@ from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, MOST_ST
 from lookahead.backends.support import check_supported
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
-from lookahead.kv.states import KeptRows
+from lookahead.kv.states import KeptRows, Snapshots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder, experts_of
@@ -104,13 +104,16 @@ class GraphBackend:
             experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
             runs_prompts=decoder.causal_prompt,
             adopts=states is None,
+            shares_at=PAGE if states is not None and states.snapshots else None,
             overlaps=self.device.type == "cuda",
             runs_ahead=states is None,
             draws_noise=True,
         )
         self.vocab_size: int = len(decoder.embedding)
         kept = None if states is None else KeptRows(states.ring)
-        self.slots = Slots(new_pools(self.kv, self.most_rows), self.kv.longest, MOST_SEQUENCES, most_slots, kept)
+        snapshots = None if states is None else Snapshots(states.slots, states.snapshots)
+        pools = new_pools(self.kv, self.most_rows)
+        self.slots = Slots(pools, self.kv.longest, MOST_SEQUENCES, most_slots, kept, snapshots)
         rules = Rules(self.vocab_size, self.runner.reserve_table_slots, pinned=self.device.type == "cuda")
         self.planner = Planner(
             self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
@@ -157,8 +160,12 @@ class GraphBackend:
     # Slots.
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """A slot for a new sequence, sharing the cached pages of an earlier one with the same prefix."""
-        return self.slots.open(tokens, salt)
+        """A slot for a new sequence, sharing cached pages, and states, of an earlier one with the same prefix."""
+        number = self.slots.open(tokens, salt)
+        slot = self.slots[number]
+        if slot.snapshot >= 0:
+            self.runner.copy_states(slot.snapshot, slot.table_index)
+        return number
 
     def close(self, slot: int) -> None:
         """Free the slot and its pages. What was given to `remember` stays cached until its pages are needed."""
@@ -182,11 +189,13 @@ class GraphBackend:
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are cached in the slot. Shifted positions are
-        not shared, and neither is the K/V of a model with recurrent states."""
+        not shared. With recurrent states, sharing begins at one of the sequence's snapshots."""
         state = self.slots[slot]
-        if state.shift or self.slots.kept is not None:
+        if state.shift:
             return
         self.pool.remember(state.tables, tokens[: state.length])
+        if self.slots.snapshots is not None:
+            self.slots.snapshots.remember(slot, state.tables[0].digests)
 
     def cache_use(self) -> CacheUse:
         """How full the pages are, and the prefix cache's hits."""
@@ -261,8 +270,10 @@ class GraphBackend:
                 inputs, [self.slots[sequence.slot].length for sequence in inputs], self.slots
             )
         if launched is None:
-            kind, packet, starts, lengths = self.planner.plan(inputs)
+            kind, packet, starts, lengths, snapshots = self.planner.plan(inputs)
             launched = LaunchedStep(list(inputs), starts, lengths, self.runner.run(kind, packet))
+            for source, target in snapshots:
+                self.runner.copy_states(source, target)
         if (
             self.capabilities.runs_ahead
             and self._ahead.may_follow(launched)

@@ -39,12 +39,13 @@ class Packets(Protocol):
 
 class Plan(NamedTuple):
     """A step that is ready to run: its kind and its packet. `starts` are the indices of each input's first needed row,
-    `lengths` the positions of the roots."""
+    `lengths` the positions of the roots. `snapshots`: the states to copy after the step, and where to."""
 
     kind: StepKind
     packet: StepPacket
     starts: list[int]
     lengths: list[int]
+    snapshots: Sequence[tuple[int, int]] = ()
 
 
 class Planner:
@@ -97,7 +98,19 @@ class Planner:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
             lengths = [slot.length for slot in slots]
-        return Plan(kind, step_packet, starts, lengths)
+        return Plan(kind, step_packet, starts, lengths, self._snapshots(inputs, slots) if has_chunks else ())
+
+    def _snapshots(self, inputs: Sequence[StepInput], slots: Sequence[Slot]) -> list[tuple[int, int]]:
+        """The sequences whose prompt chunk ends with a page, and the places of their snapshots."""
+        if (snapshots := self._slots.snapshots) is None:
+            return []
+        found = list[tuple[int, int]]()
+        for sequence, slot in zip(inputs, slots, strict=True):
+            if sequence.chunk and not slot.length % PAGE:
+                place = snapshots.take(sequence.slot, slot.length // PAGE)
+                if place is not None:
+                    found.append((slot.table_index, place))
+        return found
 
     def _write_states(self, packet: Packet, kept: KeptRows, slots: Sequence[Slot], inputs: Sequence[StepInput]) -> None:
         """Write what recurrent states need: the replays of accepted tokens, where this step's nodes are kept, and which

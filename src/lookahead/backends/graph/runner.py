@@ -31,7 +31,7 @@ from lookahead.backends.graph.records import Walk
 from lookahead.backends.graph.running import RunningStep, stream_of
 from lookahead.backends.graph.sizes import INVARIANT_NODES, INVARIANT_ROWS, MOST_NEEDED, PAGE
 from lookahead.backends.graph.state import Buffers, DeviceState
-from lookahead.backends.graph.states import new_states
+from lookahead.backends.graph.states import new_states, shares_states
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.targets_packet import StepPacket
 from lookahead.models.facts import UnsupportedModelError
@@ -61,7 +61,7 @@ class Runner:
         model = GraphModel(decoder, self._ops, self._products, drop_pages=drop_pages)
         self._pass_rows = max(most_rows, INVARIANT_NODES)  # rows that may follow a sequence's cached tokens
         buffers = Buffers(model, self._ops, most_rows)
-        states = new_states(model.state_groups, most_rows, like)
+        states = new_states(model.state_groups, most_rows, like, share=shares_states(decoder))
         if kv_tokens is None:
             kv_tokens = default_tokens(model.groups, longest_text(context), self._pass_rows, like)
         pages = group_pages(model.groups, kv_tokens, self._pass_rows)
@@ -215,6 +215,11 @@ class Runner:
         count = torch.tensor([len(replays)], dtype=torch.int32, device=self.device)
         replayed = torch.tensor(rows, dtype=torch.int32, device=self.device)
         replay(self.state.states, self.state.model.recurrent, self._ops, replays, count, replayed)
+
+    def copy_states(self, source: int, target: int) -> None:
+        """Copy the states of one slot, or snapshot, to another, after the work that was started before."""
+        assert self.state.states is not None
+        self.state.states.copy(source, target)
 
     def missing_pages(self, sequences: int, tokens: int) -> list[int]:
         """The pages that each group needs for `sequences` sequences of `tokens` tokens at once. Empty if there are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,11 @@ from lookahead.models.spec import Decoder
 
 KEPT_ROWS = 2 * MOST_STATE_NODES
 """Rows of the ring: an engine may launch two passes before it commits the first."""
-STATE_SHARE = 0.25
-"""By default, the share of free memory for states, which have at most MOST_SEQUENCES slots."""
+STATE_SHARE, SNAPSHOT_SHARE = 0.25, 0.25
+"""By default, the share of free memory for states, which have at most MOST_SEQUENCES slots, and the share of that for
+snapshots."""
+MOST_SNAPSHOTS = 256
+"""Maximum number of snapshots."""
 CPU_BYTES = 1 << 28
 """Memory for states on a CPU, where the backend is only tested."""
 
@@ -67,6 +71,12 @@ def state_groups_of(decoder: Decoder) -> tuple[StateGroup, ...]:
     return tuple(StateGroup(*key, tuple(numbers)) for key, numbers in layers.items())
 
 
+def shares_states(decoder: Decoder) -> bool:
+    """Whether the state after some tokens depends on these alone, and not on which of them are of a prompt."""
+    limits = [block.recurrent.prompt_time_steps for block in decoder.blocks if isinstance(block.recurrent, Mamba2)]
+    return all(least <= 0 and most == math.inf for least, most in limits)
+
+
 def state_and_index(groups: Sequence[StateGroup]) -> dict[int, tuple[int, int]]:
     """For each recurrent layer, the number of its group, and its index in the group."""
     return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
@@ -112,12 +122,21 @@ class GroupStates:
 
 
 class RecurrentStates:
-    """The states of all layers that have some: `slots` sequences may be open. `ring` rows are kept."""
+    """The states of all layers that have some: `slots` sequences may be open, and behind their states are those of
+    `snapshots` snapshots. `ring` rows are kept."""
 
-    def __init__(self, groups: Sequence[StateGroup], slots: int, rows: int, like: torch.Tensor) -> None:
+    def __init__(self, groups: Sequence[StateGroup], slots: int, snapshots: int, rows: int, like: torch.Tensor) -> None:
         """`rows` is the maximum number of rows of a step, `like` a tensor of the model's dtype on its device."""
-        self.slots, self.ring = slots, KEPT_ROWS
-        self.groups = [GroupStates(group, slots, self.ring, rows, like) for group in groups]
+        self.slots, self.snapshots, self.ring = slots, snapshots, KEPT_ROWS
+        self.groups = [GroupStates(group, slots + snapshots, self.ring, rows, like) for group in groups]
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of one slot, or snapshot, to another."""
+        for states in self.groups:
+            states.inputs[:, target].copy_(states.inputs[:, source])
+            if states.recurrence is not None:
+                states.recurrence.matrices[:, target].copy_(states.recurrence.matrices[:, source])
 
     def of_step(self, views: dict[str, torch.Tensor]) -> StepStates:
         """The states and rows of a step whose packet has these fields on the device."""
@@ -133,19 +152,23 @@ class StepStates:
     rows: StateRows
 
 
-def new_states(groups: Sequence[StateGroup], rows: int, like: torch.Tensor) -> RecurrentStates | None:
-    """States for as many slots as memory allows, for steps of up to `rows` rows; None for a model without. Raises
-    UnsupportedModelError if there is no room for a single one."""
+def new_states(
+    groups: Sequence[StateGroup], rows: int, like: torch.Tensor, *, share: bool = True
+) -> RecurrentStates | None:
+    """States for as many slots as memory allows, for steps of up to `rows` rows; None for a model without. `share`:
+    with snapshots. Raises UnsupportedModelError if there is no room for a single one."""
     if not groups:
         return None
     size, free = like.element_size(), free_bytes(like.device)
     kept = sum(group.kept_bytes(size, KEPT_ROWS) for group in groups)
     each = sum(group.slot_bytes(size) for group in groups)
     room = CPU_BYTES if free is None else int(STATE_SHARE * free) - kept
-    slots = min(MOST_SEQUENCES, room // each)
+    total = room // each
+    snapshots = min(MOST_SNAPSHOTS, int(SNAPSHOT_SHARE * total)) if share else 0
+    slots = min(MOST_SEQUENCES, total - snapshots)
     if slots < 1:
         raise UnsupportedModelError(
             f"the recurrent states of a sequence need {(each + kept) / 2**30:.2f} GiB, and a quarter of the free "
             f"memory is {max(0, room + kept) / 2**30:.2f} GiB; free some memory"
         )
-    return RecurrentStates(groups, slots, rows, like)
+    return RecurrentStates(groups, slots, snapshots, rows, like)
