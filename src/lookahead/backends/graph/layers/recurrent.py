@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -164,9 +165,8 @@ def plan_states(step: StepContext, layers: Sequence[RecurrentLayer], ops: Ops) -
     the stored states, and list the walks of this step."""
     assert step.states is not None
     rows, memory = step.states.rows, step.states.memory
-    return lambda: replay(memory, layers, ops, rows.replays, rows.replay_count, rows.replayed), lambda: ops.list_walks(
-        rows
-    )
+    accepted = rows.replays, rows.replay_count, rows.replayed
+    return partial(replay, memory, layers, ops, *accepted), partial(ops.list_walks, rows)
 
 
 def replay(
