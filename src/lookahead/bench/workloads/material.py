@@ -52,7 +52,14 @@ class Material:
 def material(data_dir: Path | None) -> Material:
     """What the folder holds; without one what is built in."""
     if data_dir is None:
-        return Material(*map(_limited, (_own_files(), _own_texts(2), _own_texts(1), _own("maths"), _own_chats())), "built in")
+        return Material(
+            _limited(_own_files()),
+            _limited(_own_texts(2)),
+            _limited(_own_texts(1)),
+            _limited(_own("maths")),
+            _limited(_own_chats()),
+            "built in",
+        )
     return Material(
         lambda count: _files(data_dir, count),
         lambda count: _texts(data_dir, "cnn-dm", "article", count),
@@ -88,7 +95,9 @@ def _files(folder: Path, count: int) -> list[CodeFile]:
 def _file(name: str, code: str, tests: str) -> CodeFile:
     """With one kind of line break, and no spaces at the ends of lines."""
     lines = code.replace("\r\n", "\n").strip().split("\n")
-    return CodeFile(f"{name.lower()}.py", "\n".join(line.rstrip() for line in lines), tests.replace("\r\n", "\n").strip())
+    return CodeFile(
+        f"{name.lower()}.py", "\n".join(line.rstrip() for line in lines), tests.replace("\r\n", "\n").strip()
+    )
 
 
 def _texts(folder: Path, name: str, field: str, count: int) -> list[str]:

@@ -1,9 +1,9 @@
 """Runs tasks token by token and with lookahead, in turn, and counts both by `Stats`.
 
 A *way* is how a task is answered: token by token (`plain`), with an empty memory for each task (`cold`), with what
-earlier tasks of the workload have left in it (`warm`), or by transformers (`hf-greedy`). All ways answer a task before the next task is
-begun, so that a machine that slows down slows all of them. Each way has a salt of its own for each task: no way finds
-keys and values that another has left, and within a task they are shared, as a server does.
+earlier tasks of the workload have left in it (`warm`), or by transformers (`hf-greedy`). All ways answer a task before
+the next task is begun, so that a machine that slows down slows all of them. Each way has a salt of its own for each
+task: no way finds keys and values that another has left, and within a task they are shared, as a server does.
 """
 
 from __future__ import annotations

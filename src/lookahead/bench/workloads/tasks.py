@@ -140,7 +140,9 @@ def _agent(file: CodeFile, number: int, turns: int) -> Task:
     tests, lines = f"test_{file.name}", file.tests.split("\n")
     edited = f"{EDITS[number % len(EDITS)]}"
     failing = next((line for line in lines if "assert" in line), lines[-1]).strip()
-    traceback = f'Traceback (most recent call last):\n  File "{tests}", line 3, in <module>\n    {failing}\nAssertionError'
+    traceback = (
+        f'Traceback (most recent call last):\n  File "{tests}", line 3, in <module>\n    {failing}\nAssertionError'
+    )
     changed = f"# {edited}\n{file.code}"
     results = [
         ("list_files()", f"{file.name}\n{tests}\nREADME.md"),
