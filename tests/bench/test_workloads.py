@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lookahead.bench.run.stock import Stock
@@ -22,6 +24,7 @@ from lookahead.bench.workloads.picture import LENGTHS, chain_counts, chain_share
 from lookahead.bench.workloads.tasks import EDITS, PASSAGES, WORKLOADS, Task, Workload
 from lookahead.cli import app
 from lookahead.cli.common import Host
+from lookahead.generate import LookaheadModel
 from lookahead.stats import Stats
 
 LIMIT = 4
@@ -150,6 +153,26 @@ def test_all_ways_give_the_same_texts(lm: Any) -> None:
     assert len(lm.memory.successors) == 0, "the model's own memory is not used"
 
 
+def test_weights_that_drift_between_epochs_are_seen_and_put_back(
+    make_model: Callable[..., Any], tokenizer: Any, settings: Any
+) -> None:
+    """On the graph backend, which shares the prompt's keys and values between samples and epochs."""
+    lm = LookaheadModel(make_model(), tokenizer, "tiny", settings, "graph")
+    task = Task("t", (({"role": "user", "content": "the fox and the dog jump " * 12},),))
+    before = [parameter.clone() for parameter in lm.model.parameters()]
+    outputs = []
+    for drift in (0.0, 0.5):
+        found = Measurement(lm, Workload("rollouts", "", lambda *_: [], samples=2, epochs=2, drift=drift), 12)
+        record = found.run([task])
+        for row in record["rows"]:
+            assert set(record["equal"][row].values()) == {2}
+        outputs.append([tallies[PLAIN].outputs for tallies in found.rows.values()])
+    assert outputs[0][0] == outputs[1][0], "the weights of the first epoch are the model's own"
+    assert outputs[0][1] != outputs[1][1]
+    pairs = zip(before, lm.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_a_task_that_does_not_fit_is_left_out_of_all_ways(lm: Any) -> None:
     """Its first turn fits, the second does not."""
     first, second = {"role": "user", "content": "the fox"}, {"role": "user", "content": "dog " * 600}
@@ -240,7 +263,8 @@ def test_structured_output_binds_an_extract(bound: bool, lm: Any) -> None:
         return Anything()
 
     tasks = [Task("t", (({"role": "user", "content": "the fox"},),), {"type": "object"} if bound else None)]
-    found = Measurement(lm, Workload("extract", "", lambda *_: []), 6, bind=bind).run(tasks)
+    found = Measurement(lm, Workload("extract", "", lambda *_: []), 6, stock=Stock(lm), bind=bind).run(tasks)
+    assert (STOCK in found["rows"]["extract"]) != bound, "transformers is not bound"
     assert found["equal"]["extract"][WARM] == 1
     assert bool(masks) == bound
 

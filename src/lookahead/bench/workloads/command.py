@@ -67,7 +67,7 @@ def run(
                 _warm_up(lm, stock)
                 ready = True
             say(f"{workload.name}: {len(tasks)} tasks, at most {options.tokens(workload)} new tokens each answer")
-            measured = Measurement(lm, workload, options.tokens(workload), options.seed, stock, bind).run(tasks)
+            measured = Measurement(lm, workload, options.tokens(workload), options.seed, stock, bind, repeat).run(tasks)
             results.add({"kind": "workload", "key": key, "workload": workload.name, "repeat": repeat, **measured})
         found.append(results.records[key])
     return found
@@ -106,7 +106,7 @@ def _key(options: WorkloadOptions, workload: Workload, tasks: Sequence[Task], re
         "workload": workload.name,
         "tasks": [asdict(task) for task in tasks],
         "tokens": options.tokens(workload),
-        "epochs": [workload.samples, workload.epochs],
+        "epochs": [workload.samples, workload.epochs, workload.drift],
         "seed": options.seed,
         "stock": options.stock,
         "bound": bound and any(task.schema for task in tasks),

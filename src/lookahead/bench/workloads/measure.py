@@ -9,6 +9,7 @@ task: no way finds keys and values that another has left, and within a task they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.run.results import Record
 from lookahead.bench.run.stock import Stock
+from lookahead.bench.workloads.drift import Drift
 from lookahead.bench.workloads.overlap import Overlap
 from lookahead.bench.workloads.tasks import Message, Task, Workload
 from lookahead.config import LookaheadConfig, StopRules
@@ -69,10 +71,11 @@ class Measurement:
         seed: int = 0,
         stock: Stock | None = None,
         bind: Bind | None = None,
+        repeat: int = 0,
     ) -> None:
         self.lm, self.workload, self.tokens, self.seed = lm, workload, tokens, seed
-        self.stock, self.bind = stock, bind
-        self.ways = [PLAIN, COLD, WARM, *([STOCK] if stock is not None and workload.samples == 1 else [])]
+        self.stock, self.bind, self.repeat = stock, bind, repeat
+        self.ways = [PLAIN, COLD, WARM]
         self.warm = lm.memory.new()
         self.overlap = Overlap()
         self.rows: dict[str, dict[str, Tally]] = {}
@@ -80,17 +83,15 @@ class Measurement:
         self.errors: list[str] = []
 
     def run(self, tasks: Sequence[Task]) -> Record:
-        for epoch in range(self.workload.epochs):
-            row = self.workload.name if self.workload.epochs == 1 else f"{self.workload.name}, epoch {epoch + 1}"
-            tallies = self.rows[row] = {way: Tally() for way in self.ways}
-            for number, task in enumerate(tasks):
-                try:
-                    self._run_task(tallies, number, task, epoch)
-                except ValueError as error:  # a prompt that does not fit into the context
-                    self.errors.append(f"{task.id}: {' '.join(str(error).split())[:200]}")
-                    for tally in tallies.values():
-                        tally.outputs = {key: value for key, value in tally.outputs.items() if key[0] != number}
-            self.shares[row], self.overlap = self.overlap.shares(), self.overlap.next()
+        bound = self.bind is not None and any(task.schema for task in tasks)
+        if self.stock is not None and self.workload.samples == 1 and not bound:  # the rest is not comparable
+            self.ways.append(STOCK)
+        drift = self.workload.drift
+        with Drift(self.lm, drift, self.seed) if drift else nullcontext() as weights:
+            for epoch in range(self.workload.epochs):
+                if weights is not None and epoch:
+                    weights.step()
+                self._run_epoch(tasks, epoch)
         return {
             "rows": {row: {way: tally.record() for way, tally in found.items()} for row, found in self.rows.items()},
             "answers": {row: sum(map(len, found[PLAIN].outputs.values())) for row, found in self.rows.items()},
@@ -98,6 +99,16 @@ class Measurement:
             "overlap": self.shares,
             "errors": self.errors,
         }
+
+    def _run_epoch(self, tasks: Sequence[Task], epoch: int) -> None:
+        row = self.workload.name if self.workload.epochs == 1 else f"{self.workload.name}, epoch {epoch + 1}"
+        tallies = self.rows[row] = {way: Tally() for way in self.ways}
+        for number, task in enumerate(tasks):
+            try:
+                self._run_task(tallies, number, task, epoch)
+            except ValueError as error:  # a prompt that does not fit into the context
+                self.errors.append(f"{task.id}: {' '.join(str(error).split())[:200]}")
+        self.shares[row], self.overlap = self.overlap.shares(), self.overlap.next()
 
     def _run_task(self, tallies: dict[str, Tally], number: int, task: Task, epoch: int) -> None:
         """All ways, token by token first: its answer is what a prediction is made of."""
@@ -131,15 +142,15 @@ class Measurement:
     ) -> list[list[int]]:  # fmt: skip
         """All samples of one prompt, at once."""
         if way == STOCK and self.stock is not None:
-            if task.schema is not None and self.bind is not None:
-                raise ValueError("transformers has no structured output to compare with")
             output, stats = self.stock.run(STOCK, prompt, self.tokens, len(prompt) + self.tokens)
             tally.parts.append(stats)
             tally.wall += stats.seconds
             return [[int(token) for token in output]]
         count, lm = self.workload.samples, self.lm
         config = LookaheadConfig.autoregressive() if way == PLAIN else lm.default_config
-        salt = f"{self.workload.name} {way} {'' if count > 1 else number}"  # samples find their prompt in the cache
+        salt = f"{self.workload.name} {self.repeat} {way}"
+        if count == 1:  # samples find their prompt in the cache, also in later epochs
+            salt += f" {number}"
         begin = perf_counter()
         streams = []
         for sample in range(count):

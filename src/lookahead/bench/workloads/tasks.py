@@ -63,7 +63,8 @@ class Task:
 class Workload:
     """`make(material, limit)` gives the tasks. `tokens` and `quick_tokens` are the most new tokens of an answer.
     With `predicted` the answer's prediction is the model's own answer with three lines changed. With `samples` above 1
-    each prompt is answered by so many samples at temperature 1 at once, `epochs` times."""
+    each prompt is answered by so many samples at temperature 1 at once, `epochs` times; with `drift` the model's
+    weights change by about this share between two epochs."""
 
     name: str
     about: str
@@ -73,6 +74,7 @@ class Workload:
     predicted: bool = False
     samples: int = 1
     epochs: int = 1
+    drift: float = 0.0
 
 
 def user(text: str) -> Message:
@@ -187,6 +189,10 @@ WORKLOADS = {
         Workload("summary", "a summary of an article", summary),
         Workload("agent", "6 to 10 turns over one transcript with tool calls and results", agent, 128, 24),
         Workload("rollouts", "8 samples of each prompt at T = 1, three epochs", rollouts, 256, 48, samples=8, epochs=3),
+        Workload(
+            "rollouts-drift", "the same, with weights that change by 1% between two epochs", rollouts, 256, 48,
+            samples=8, epochs=3, drift=0.01,
+        ),
         Workload("chat", "two turns of a chat", chat),
     )
 }  # fmt: skip
