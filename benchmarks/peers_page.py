@@ -149,10 +149,10 @@ def about(found: Record) -> Section:
         f"Written by `python benchmarks/peers.py`. {turns} turns: every server is started in each, and medians stand "
         "with the least and the greatest." if turns > 1 else "Written by `python benchmarks/peers.py`, one turn.",
         f"Clients in one process stream greedy answers of {found['tokens']} tokens, each asking again when its answer "
-        f"has ended. All servers are asked the same prompts in the same order, ours for both of its ways in turn; of them {again or 'none'} had been "
-        f"asked before. Nothing was warmed up; ours captured {captures:g} steps after it was ready. Tokens per second "
-        "are those of a run's last three quarters; all else is counted from the beginning, when all clients come at "
-        "once, but for the steady part.",
+        "has ended. All servers are asked the same prompts in the same order, ours for both of its ways in turn; "
+        f"{again or 'none'} of them had been asked before. Nothing was warmed up; ours captured {captures:g} steps "
+        "after it was ready. Tokens per second are those of a run's last three quarters; all else is counted from the "
+        "beginning, when all clients come at once, but for the steady part.",
     ]  # fmt: skip
     return section
 
