@@ -162,7 +162,7 @@ def test_weights_that_drift_between_epochs_are_seen_and_put_back(
     before = [parameter.clone() for parameter in lm.model.parameters()]
     outputs = []
     for drift in (0.0, 0.5):
-        found = Measurement(lm, Workload("rollouts", "", lambda *_: [], samples=2, epochs=2, drift=drift), 12)
+        found = Measurement(lm, Workload("rollouts", "", lambda *_: [], samples=2, epochs=2, drift=drift), 6)
         record = found.run([task])
         for row in record["rows"]:
             assert set(record["equal"][row].values()) == {2}
