@@ -1,4 +1,4 @@
-"""The load generator of `serve_load.py` and `soak.py`: clients that send requests to a server, timed.
+"""The load generator of `peers.py` and `soak.py`: clients that send requests to a server, timed.
 
 A *closed loop* has a number of clients, each of which sends its next request when the last one has its reply. In an
 *open loop* requests are sent at given times, whether or not earlier ones have been answered. Only Python is needed.
@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-NO_TEXT = (b'"text":""', b'"content":""', b'"delta":{}')
+NO_TEXT = (b'"text":""', b'"content":""', b'"content":null', b'"delta":{}', b'"delta":{"role":"assistant"}')
 RISE = 0.25
 """The part of a run's time that is not counted, because it is not steady yet."""
 
@@ -145,8 +145,23 @@ async def timed(connection: Connection, path: str, body: dict[str, Any]) -> Repl
         elif not any(mark in part for mark in NO_TEXT):
             times.append(perf_counter())
     gaps = [after - before for before, after in pairwise(times)]
-    steps = usage.get("lookahead", {}).get("steps", 0)
-    return Reply(asked, status, times[0] - asked if times else None, gaps, usage.get("completion_tokens", 0), steps)
+    steps = (usage.get("lookahead") or {}).get("steps", 0)
+    tokens = usage.get("completion_tokens") or len(times)
+    return Reply(asked, status, times[0] - asked if times else None, gaps, tokens, steps)
+
+
+async def text_of(connection: Connection, path: str, body: dict[str, Any]) -> str:
+    """The text of a streamed reply."""
+    status, content = await connection.post(path, {**body, "stream": True})
+    found, lines = "", list[bytes]()
+    async for part in content:
+        lines.append(part)
+        if part.startswith(b"data: {"):
+            for choice in json.loads(part[6:]).get("choices") or ():
+                found += (choice.get("delta") or {}).get("content") or ""
+    if status != 200:
+        raise ValueError(f"{status}: {b' '.join(lines).decode(errors='replace')[:300]}")
+    return found
 
 
 def summary(replies: Sequence[Reply], begin: float, seconds: float) -> dict[str, Any]:
@@ -158,11 +173,12 @@ def summary(replies: Sequence[Reply], begin: float, seconds: float) -> dict[str,
     good = [one for one in replies if one.status == 200 and one.first is not None]
     if not good:
         return {"replies": 0, "refused": len(replies)}
+    steps = sum(one.steps for one in good)
     return {
         "replies": len(good),
         "refused": len(replies) - len(good),
         "tokens_per_second": round(steady(good, begin, seconds), 1),
-        "compression": round(sum(one.tokens for one in good) / max(1, sum(one.steps for one in good)), 3),
+        "compression": round(sum(one.tokens for one in good) / steps, 3) if steps else None,
         "mean_seconds": round(statistics.fmean(one.seconds for one in good), 4),
         "ttft_ms": quantiles([one.first or 0.0 for one in good]),
         "ttft_steady_ms": quantiles([one.first or 0.0 for one in good if one.asked >= begin + RISE * seconds]),

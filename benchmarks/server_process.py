@@ -1,18 +1,20 @@
-"""The server of `serve_load.py` and `soak.py`: its process, its metrics and its memory. Only Python is needed."""
+"""Servers of `peers.py` and `soak.py`: their processes, metrics and memory. Only Python is needed."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import HTTPError
@@ -27,6 +29,7 @@ class Served:
     key: str | None = None
     lines: list[str] = field(default_factory=list)
     code: int | None = None
+    begin: float = field(default_factory=time.monotonic)
 
     def get(self, path: str) -> tuple[int, str]:
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -64,9 +67,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patience", type=float, default=600.0, help="seconds in which the server must be ready")
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; those that are not the parser's are the `options` of the server that is started."""
-    args, args.options = parser.parse_known_args()
+    args, args.options = parser.parse_known_args(words)
     if args.url is not None and (args.options or args.inflate):
         given = " ".join(args.options) or "--inflate"
         parser.error(f"{given}: options of a server belong to one that is started, not to --url")
@@ -89,8 +92,21 @@ def server(options: list[str], patience: float, shape: str | None = None, key: s
     inflate = str(Path(__file__).with_name("inflate.py"))
     program = ["-m", "lookahead"] if shape is None else [inflate, shape]
     command = [sys.executable, *program, "serve", "--port", "0", "--no-memory", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    found = Served("", process.pid, key)
+    with started(command, patience, key) as found:
+        yield found
+
+
+@contextmanager
+def started(command: Sequence[str], patience: float, key: str | None = None, url: str = "") -> Iterator[Served]:
+    """A server that is started by this command, until the end of the context.
+
+    It is ready when it answers at `url`; without one when it prints `serving ... at URL`, as ours does.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL if url else None, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,  # whose processes all end with it
+    )  # fmt: skip
+    found = Served(url, process.pid, key)
 
     def read() -> None:
         for line in process.stderr or ():
@@ -101,20 +117,33 @@ def server(options: list[str], patience: float, shape: str | None = None, key: s
     reader.start()
     try:
         end = time.monotonic() + patience
-        while not found.url:
+        while not _is_ready(found):
             if process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"the server did not start: {found.lines[-1] if found.lines else 'it said nothing'}")
             time.sleep(0.1)
-            ready = next((line for line in found.lines if line.startswith("serving ")), None)
-            found.url = ready.split(" at ")[-1].removesuffix("/v1") if ready else ""
         yield found
         process.send_signal(signal.SIGTERM)
         found.code = process.wait(60)
         reader.join(5)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_ready(found: Served) -> bool:
+    if found.url:
+        return any(found.get(path)[0] == 200 for path in ("/health", "/v1/models"))
+    ready = next((line for line in found.lines if line.startswith("serving ")), None)
+    found.url = ready.split(" at ")[-1].removesuffix("/v1") if ready else ""
+    return bool(ready)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # Its memory.

@@ -135,6 +135,16 @@ class LookaheadModel:
             return
         self.memory.set_bigrams(top)
 
+    def reload_weights(self) -> None:
+        """Call this after changing the weights of `model`, before the next request. Its text is then that of a model
+        which was loaded with these weights.
+
+        Change weights in place, as an optimizer does: on the graph backend captured steps read them where they are.
+        The CPU backend copies them again, which takes a second or two for 135M parameters. What was learned for
+        drafting is kept, because it cannot change a text. Raises RuntimeError while requests run.
+        """
+        self.client.call(self.engine.reload_weights)
+
     def remember_fits(self, log: Callable[[str], None]) -> None:
         """Cache the results of `exact_config`, so that what it changes about a config is logged once."""
         fit = partial(exact_config, backend=self.backend, log=log)

@@ -23,7 +23,7 @@ from lookahead.bench.report.sections import COLUMNS
 from lookahead.bench.run.results import Results
 from lookahead.bench.run.runner import Runner
 from lookahead.cli import app
-from lookahead.cli.bench import GPU_PRESETS
+from lookahead.cli.bench import GPU_PRESETS, WORKLOADS
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
 from lookahead.loading.formats import quantised_copy
@@ -393,7 +393,11 @@ def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir:
 
 
 def test_the_presets_are_listed(run: Callable[..., Any]) -> None:
-    assert [line.split()[0] for line in run("--preset", "list").stdout.splitlines()] == [*PRESETS, *GPU_PRESETS]
+    assert [line.split()[0] for line in run("--preset", "list").stdout.splitlines()] == [
+        *PRESETS,
+        *WORKLOADS,
+        *GPU_PRESETS,
+    ]
 
 
 @pytest.mark.slow

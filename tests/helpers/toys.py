@@ -71,6 +71,8 @@ class ToyBackend:
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None: ...
 
+    def reload_weights(self) -> None: ...
+
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         self._last.update({item.slot: item for item in inputs})
         return [self._read(item) for item in inputs]

@@ -208,6 +208,11 @@ class Backend(Protocol):
         """How full the K/V pages are, and the prefix cache's hits."""
         ...
 
+    def reload_weights(self) -> None:
+        """Read the weights of `model` again, which were changed. No slot is open. K/V that stay cached are those of
+        the old weights: the engine opens later slots with another salt."""
+        ...
+
     # A step
 
     def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:

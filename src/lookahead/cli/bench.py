@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lookahead.cli.common import INTERRUPTED, Host, choice
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings
+from lookahead.cli.workloads import run_workloads, workload_options
 
 if TYPE_CHECKING:
     from lookahead.bench.paper.options import BenchOptions
@@ -30,6 +31,11 @@ GPU_PRESETS = {
 """Presets of `python -m lookahead.bench.gpu`, which has two more options."""
 GPU_TAKES = ("preset", "model", "dtype", "device", "data_dir", "out", "limit", "max_tokens")
 """The options of these presets."""
+WORKLOADS_TAKE = (
+    *GPU_TAKES, "sets", "method", "quick", "repeats", "seed", "as_json", "backend"
+)  # fmt: skip
+"""The options of the preset `workloads`."""
+WORKLOADS = {"workloads": "Edit, extract, quote, summarise, act, sample, chat: what each gains"}
 EVERY = 15.0  # seconds between progress lines if stderr is not a terminal
 
 
@@ -40,7 +46,12 @@ def bench(
         typer.Option("--preset", help="Tables or figures of the paper; `list` names them.", metavar="A,B,...|all|list"),
     ] = None,
     sets: Annotated[
-        str | None, typer.Option("--sets", help="Prompt sets, such as builtin,mt-bench.", metavar="A,B,...")
+        str | None,
+        typer.Option(
+            "--sets",
+            help="Prompt sets, such as builtin,mt-bench; of the preset workloads: edit,agent.",
+            metavar="A,B,...",
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -89,13 +100,20 @@ def bench(
 
     host = ctx.ensure_object(Host)
     if preset == "list":
-        titles = {**{name: one.title for name, one in PRESETS.items()}, **GPU_PRESETS}
+        titles = {**{name: one.title for name, one in PRESETS.items()}, **WORKLOADS, **GPU_PRESETS}
         host.write("".join(f"{name:<15}{title}\n" for name, title in titles.items()))
         return
     if preset is not None and preset.startswith("gpu-"):
-        _refuse_others(ctx, GPU_TAKES)
+        _refuse_others(ctx, GPU_TAKES, "presets of a GPU")
         given = {"model": model, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
         host.write(_gpu(host, preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
+        return
+    if preset == "workloads":
+        _refuse_others(ctx, WORKLOADS_TAKE, "the preset workloads")
+        settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
+        settings.validate()
+        options = workload_options(sets, method, data_dir, quick, limit, max_tokens, repeats, seed)
+        run_workloads(host, settings, options, out, as_json)
         return
     if step_cost is not None:
         host.say("warning: --step-cost is deprecated and ignored: preset configs reports measured speeds alone")
@@ -117,12 +135,12 @@ def bench(
         _bench(host, settings, several, runs, out, as_json)
 
 
-def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
+def _refuse_others(ctx: typer.Context, taken: Sequence[str], what: str) -> None:
     """Raise ValueError if an option was given that is not in `taken`."""
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "COMMANDLINE" and parameter.name not in taken:
-            raise ValueError(f"{parameter.opts[0]} is not for presets of a GPU; leave it out")
+            raise ValueError(f"{parameter.opts[0]} is not for {what}; leave it out")
 
 
 def _gpu(host: Host, preset: str, given: dict[str, Any]) -> str:
@@ -147,7 +165,9 @@ def _named(preset: str | None, device: str) -> list[str | None]:
             f"--preset {of_gpu[0]} cannot be combined with {names[0]}: run the presets of a GPU by themselves"
         )
     for name in names:
-        choice("--preset", name, (*PRESETS, *GPU_PRESETS, "all", "list"))
+        if name in WORKLOADS:
+            raise ValueError("--preset workloads must be used alone: its --sets names workloads")
+        choice("--preset", name, (*PRESETS, *WORKLOADS, *GPU_PRESETS, "all", "list"))
     if "list" in names:
         raise ValueError("--preset list must be used alone: name presets, or all of them with `all`")
     chosen = dict.fromkeys(one for name in names for one in (PRESETS if name == "all" else [name]))

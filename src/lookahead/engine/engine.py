@@ -99,6 +99,14 @@ class Engine:
         """Run at most `max_sequences` requests at once from now on."""
         self._scheduler.max_sequences = most_sequences(self.backend, max_sequences)
 
+    def reload_weights(self) -> None:
+        """Let later requests use the model's current weights, which were changed. Raises RuntimeError while there are
+        requests."""
+        if self._requests:
+            raise RuntimeError(f"{len(self._requests)} requests run; change the weights when they have ended")
+        self.backend.reload_weights()
+        self._scheduler.weights += 1
+
     def abort(self, *, wait: bool = True) -> None:
         """Remove all requests after an error of the backend. Their K/V are not cached.
 

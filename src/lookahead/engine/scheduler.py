@@ -89,6 +89,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
+        self.weights = 0  # how often the model's weights have changed
         self._retry_in = 0  # steps until the next request, which did not fit, is tried again
 
     # Requests.
@@ -98,6 +99,8 @@ class Scheduler:
         request.queued_at, request.inexact = perf_counter(), self._is_inexact(request)
         if request.inexact:  # exact requests must not share its K/V
             request.salt += " inexact"
+        if self.weights:  # the K/V of other weights are not shared
+            request.salt += f" weights {self.weights}"
         if request.slot < 0:
             self.waiting.append(request)
             return

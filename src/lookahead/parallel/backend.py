@@ -132,6 +132,10 @@ class ParallelBackend:
         """Cache use of this rank's pages."""
         return self.inner.cache_use()
 
+    def reload_weights(self) -> None:
+        """Every rank must call it, with the same weights."""
+        self.inner.reload_weights()
+
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Does nothing: sequences share no prefix; see `open`."""
 

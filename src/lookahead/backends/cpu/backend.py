@@ -45,8 +45,8 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     """A `Backend` for the models whose description `check_lowers` accepts.
 
     A pass of several inputs is one run for all trees, and one for each input with a prompt chunk: attention pads every
-    input of a run to the longest. The weights are read when the backend is created; later changes to the model are not
-    seen. The largest tree whose rows equal single-token steps bit for bit is determined by a check.
+    input of a run to the longest. The weights are read when the backend is created; after a change of the model's,
+    call `reload_weights`. The largest tree whose rows equal single-token steps bit for bit is determined by a check.
     """
 
     def __init__(self, model: Any, *, probed: bool = True, description: Decoder | None = None) -> None:
@@ -62,10 +62,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         self.most_rows = MOST_ROWS
         self.most_nodes: int | None = None
         self.captures = self.expert_reads = 0
-        threads = usable_threads()
-        self._session = Session(self.description, threads)
-        scale, cap = state_scale(self.description), self.description.logit_softcap
-        self._heads = Heads(self.description.head, threads, scale=scale, cap=cap)
+        self._read_weights()
         kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
         self.capabilities = Capabilities("cpu", kernels)
         layers = layer_groups(self.description)
@@ -79,6 +76,18 @@ class CpuBackend(BatchedSlots[KVBuffer]):
             probe(self)
             small = CpuBackend(model, probed=False, description=reduced_model(self.description))
             self.capabilities = replace(self.capabilities, exact_nodes=invariant_nodes(small))
+
+    def _read_weights(self) -> None:
+        """Make the sessions, which hold some weights as they are and others in a layout of their own."""
+        threads = usable_threads()
+        self._session = Session(self.description, threads)
+        scale, cap = state_scale(self.description), self.description.logit_softcap
+        self._heads = Heads(self.description.head, threads, scale=scale, cap=cap)
+
+    def reload_weights(self) -> None:
+        self.description = read(self.model, "cpu")
+        self._read_weights()
+        self._positions = PositionTables(self.description)
 
     def _forget(self, slot: int) -> None:
         self._shift.pop(slot, None)

@@ -115,6 +115,9 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         except torch.OutOfMemoryError as error:
             raise memory_error(error, "the K/V of one more sequence", self.device) from error
 
+    def reload_weights(self) -> None:
+        """Every pass reads them."""
+
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         trees = [sequence for sequence in inputs if sequence.tree.size]

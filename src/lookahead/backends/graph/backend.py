@@ -157,6 +157,13 @@ class GraphBackend:
         place only after `reads_weights_of`."""
         return self.layers.has_computed_weights(self.model)
 
+    def reload_weights(self) -> None:
+        if not self.reads_weights_of(self.model):
+            raise UnsupportedModelError(
+                "captured steps cannot read the model's new weights, because tensors were replaced; change weights in "
+                "place, with copy_ for example, or load the model again"
+            )
+
     # Slots.
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:

@@ -13,9 +13,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lookahead.bench.run.methods import near
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,27 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None, turn
         rows = [json.loads(line) for line in lines[:limit]]
         return [Prompt(f"{row['kind']}-{i}", (row["prompt"],), row["kind"]) for i, row in enumerate(rows)]
     source = PAPER_SETS[name]
-    rows = _from_folder(source, data_dir) if data_dir is not None else _from_hub(source)
+    rows = read_rows(name, data_dir)
     try:
         found = [source.read(row) for row in rows]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"set {name!r}: a row is not as expected ({type(error).__name__}: {error}); "
                          f"is {source.file} the right file?") from error  # fmt: skip
+    return [replace(prompt, turns=prompt.turns[:turns]) for prompt in evenly_spaced(found, limit)]
+
+
+def read_rows(name: str, data_dir: Path | None) -> list[dict[str, Any]]:
+    """The rows of one of the paper's sets as they are stored, in the folder or on the hub."""
+    source = PAPER_SETS[name]
+    return _from_hub(source) if data_dir is None else _from_folder(source, data_dir)
+
+
+def evenly_spaced(found: list[T], limit: int | None) -> list[T]:
+    """`limit` of these; all where there are no more."""
     count = len(found)
-    if limit is not None and limit < count:
-        found = [found[i * count // limit] for i in range(limit)]
-    return [replace(prompt, turns=prompt.turns[:turns]) for prompt in found]
+    if limit is None or limit >= count:
+        return found
+    return [found[i * count // limit] for i in range(limit)]
 
 
 def check(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Workloads: the work that people give to language models, measured with and without lookahead."""
