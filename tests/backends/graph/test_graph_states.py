@@ -100,7 +100,7 @@ def test_greedy_equals_transformers(name: str, device: str, plain: Plain, settin
     assert (backend.pool.used, len(backend.slots)) == (0, 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, "lfm2"))
 @pytest.mark.parametrize("method", slow_but(["small", "default", "paper"], "small"))
 def test_sampling_equals_autoregressive(name: str, method: str, device: str, settings: LookaheadConfig) -> None:
     configs = {"small": settings, "default": LookaheadConfig(), "paper": LookaheadConfig.paper(5, 4, 5)}
@@ -166,7 +166,7 @@ def test_preempted_requests_run_again(name: str, device: str, plain: Plain, sett
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, "qwen3.5"))
-def test_a_stop_inside_a_block(name: str, device: str, plain: Plain) -> None:
+def test_a_stop_inside_a_block(name: str, device: str, plain: Plain, settings: LookaheadConfig) -> None:
     """The end-of-sequence token is accepted among draft tokens; the slot is then used by another text."""
     prompt = [4, 4, 8, 1, 4, 4, 8, 1, 4, 4]
     text = plain(make(name), prompt, 30)
@@ -174,18 +174,16 @@ def test_a_stop_inside_a_block(name: str, device: str, plain: Plain) -> None:
     expected = text[: text.index(end) + 1]
     backend = GraphBackend(make(name, device))
     for _ in range(2):
-        sequence = DecodingSequence(
-            prompt, LookaheadConfig(), None, StopRules(30, frozenset({end}), backend.max_length)
-        )
+        sequence = DecodingSequence(prompt, settings, None, StopRules(30, frozenset({end}), backend.max_length))
         engine = Engine(backend)
         engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         assert sequence.output == expected
-    assert outputs(backend, [prompt], LookaheadConfig(), 30) == [text]
+    assert outputs(backend, [prompt], settings, 30) == [text]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, "granite-mamba"))
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, device: str) -> None:
     """Its draft tokens, its root, and what was kept of them: the next step is as if it had not been."""
     backend, slots = GraphBackend(make(name, device)), list[int]()
@@ -207,7 +205,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace(name: str, device: str) ->
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, "qwen3.5"))
 def test_many_replays_before_a_small_step(name: str, device: str) -> None:
     """More accepted tokens than the next packet has room for: a launch of their own."""
     backend, described = GraphBackend(make(name, device)), read(make(name, device), "graph")
@@ -223,7 +221,7 @@ def test_many_replays_before_a_small_step(name: str, device: str) -> None:
 
 def test_two_passes_before_a_commit(device: str) -> None:
     """As an engine launches them for exact and other requests. What a third one overwrites cannot be committed."""
-    backend, described = GraphBackend(make("qwen3.5", device)), read(make("qwen3.5", device), "graph")
+    backend, described = GraphBackend(make("lfm2", device)), read(make("lfm2", device), "graph")
     slots = [backend.open() for _ in range(2)]
     tree = random_tree(200, 3)
     for slot in slots:
@@ -322,7 +320,7 @@ def test_what_cannot_be_lowered(name: str) -> None:
         GraphBackend(tiny(row[1], **row[2]))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, "granite-mamba"))
 def test_a_slot_of_chunks_alone(name: str, device: str) -> None:
     """Chunks without a tree, one and two tokens long: shorter than what convolutions read."""
     backend, described = GraphBackend(make(name, device)), read(make(name, device), "graph")
