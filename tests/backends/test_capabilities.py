@@ -32,7 +32,7 @@ def test_every_backend_states_its_capabilities() -> None:
     model = tiny("Llama")
     assert EagerBackend(model).capabilities == Capabilities("eager", pads=True, prompt_chunk=1024)
     assert GraphBackend(model, most_rows=32).capabilities == Capabilities(
-        "graph", row_sizes=(1, 2, 4, 8, 16, 32), draws_noise=True
+        "graph", row_sizes=(1, 2, 4, 8, 16, 32), runs_ahead=True, draws_noise=True
     )
     half = GraphBackend(tiny("Llama").to(torch.bfloat16)).capabilities
     assert (half.exact_nodes, half.exact_depth, half.row_sizes[-1]) == (256, 64, 1024)

@@ -17,11 +17,12 @@ from lookahead.backends.graph.sizes import PAGE
 
 @dataclass
 class Part:
-    """One sequence of a step: its cached tokens, its chunk's length, and its tree's parents."""
+    """One sequence of a step: its cached tokens, its chunk's length, its tree's parents, and its prompt's length."""
 
     length: int
     chunk: int = 0
     parents: Sequence[int] = (-1,)
+    prompt: int = 0
 
     @property
     def end(self) -> int:

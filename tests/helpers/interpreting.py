@@ -22,7 +22,13 @@ def interpreted_backends(monkeypatch: pytest.MonkeyPatch, row_sizes: tuple[int, 
     twin raises."""
     from lookahead.backends.graph import runner, sizes, state
     from lookahead.backends.graph.backend import GraphBackend
-    from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads, reference_layers
+    from lookahead.backends.graph.kernels import (
+        reference,
+        reference_draw,
+        reference_heads,
+        reference_layers,
+        reference_states,
+    )
     from lookahead.backends.graph.kernels.top import TopWork
     from lookahead.backends.graph.matrices.quantised import QuantisedMatrix
     from lookahead.backends.graph.ops import Ops
@@ -40,8 +46,10 @@ def interpreted_backends(monkeypatch: pytest.MonkeyPatch, row_sizes: tuple[int, 
             monkeypatch.setattr(reference, name, twin)
         for name in ("locate_rows", "norm_heads", "rotate_write"):
             monkeypatch.setattr(reference_heads, name, twin)
-        for name in ("embed", "add_norm", "activate", "apply_gate", "finish_logits"):
+        for name in ("embed", "add_norm", "activate", "apply_gate", "apply_head_gates", "scale", "finish_logits"):
             monkeypatch.setattr(reference_layers, name, twin)
+        for name in ("list_walks", "convolve", "store_inputs", "replay_inputs", "gate", "scan", "gated_norm"):
+            monkeypatch.setattr(reference_states, name, twin)
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)
         monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))

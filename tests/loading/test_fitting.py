@@ -68,6 +68,7 @@ class FakeBackend:
 
     capabilities = Capabilities("fake")
     captures, most_rows, vocab_size, expert_reads = 0, 4096, 1000, 0
+    most_nodes: int | None = None
 
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
         self.clock, self.times, self.max_length = clock, times, max_length
@@ -397,6 +398,7 @@ class FlatBackend:
 
     capabilities = Capabilities("flat")
     captures = expert_reads = 0
+    most_nodes: int | None = None
     vocab_size = 1000
 
     def __init__(self, clock: Clock, times: Times, most_rows: int = 2048, room: int = 1 << 20) -> None:
@@ -443,6 +445,13 @@ def test_passes_are_timed_with_several_sequences(clock: Clock) -> None:
     assert max(max(trees) for trees in backend.passes) == MAX_TREE_TOKENS
     assert len(backend.passes) == 8 + 3 * len(PASS_SIZES)
     assert backend.lengths == {}
+
+
+def test_no_larger_trees_are_timed_than_a_pass_has(clock: Clock) -> None:
+    backend, single = FlatBackend(clock, flat), FakeBackend(clock)
+    backend.most_nodes, single.most_nodes = 100, 40
+    assert measure_passes(backend).sizes[-1] == 96
+    assert measure(single).sizes[-1] == 32
 
 
 @pytest.mark.parametrize(("most_rows", "room", "largest"), [(100, 1 << 20, 96), (2048, 500, 128), (1, 1 << 20, 1)])

@@ -52,6 +52,9 @@ class StepInput:
     noise with which its target is sampled as in `torch.multinomial`, or -1 for the argmax. With an `adjustment` targets
     are sampled from adjusted logits (`sampling.adjusted`). With `logprobs` the output includes log-probabilities: of
     the targets, and of the `logprobs` likeliest tokens.
+
+    `prompt_tokens` is the number of tokens of the sequence's prompt: some recurrent models treat those differently from
+    tokens that were generated, also if they run again. None: chunks and the roots behind them are of the prompt.
     """
 
     slot: int
@@ -66,6 +69,7 @@ class StepInput:
     noise: Sequence[int] = ()
     adjustment: Adjustment | None = None
     logprobs: int | None = None
+    prompt_tokens: int | None = None
 
     def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [R, V] of the needed nodes, adjusted for sampling."""
@@ -98,6 +102,10 @@ class Capabilities:
     sequence in a pass; None where only the pass's rows limit it. Without `runs_prompts` a sequence has to begin with
     adopted K/V: only the model's own forward pass runs its prompts (see `Decoder.causal_prompt`).
 
+    Sequences: at most `most_sequences` may be open, or None for no limit. Without `adopts`, a sequence has more than
+    K/V, so that `adopt` and `cached` are refused: each sequence runs its prompt. Then others share its beginning only
+    up to the end of a prompt chunk that ends at a multiple of `shares_at` tokens, or not at all if that is None.
+
     `overlaps`: the device runs asynchronously, so that the next step may begin before the host has handled the results
     of the last one. `runs_ahead`: after a step that `continues_alone` the next one starts without the host, and takes
     less time than others. `draws_noise`: `StepInput.noise` is supported. `ranks` is the number of processes that run
@@ -116,7 +124,10 @@ class Capabilities:
     pads: bool = False
     row_sizes: tuple[int, ...] = ()
     prompt_chunk: int | None = None
+    most_sequences: int | None = None
     runs_prompts: bool = True
+    adopts: bool = True
+    shares_at: int | None = None
     overlaps: bool = False
     runs_ahead: bool = False
     draws_noise: bool = False

@@ -33,7 +33,7 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
     """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for models that
     they support, else the eager one."""
     check_backend_name(name)
-    check_supported(model)
+    check_supported(model, recurrent=True)
     if name == "cpu":
         return cpu_backend(model)
     if name == "auto" and input_device(model).type == "cpu":

@@ -53,7 +53,9 @@ def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
     # 2. Compare them. In half precision the model's kernels for one token round differently from those for several.
     close = closeness(backend)
     near = NEAR if patch is None and close == TOLERANCE_HALF else close
-    pairs = [(node, own, "in a row", close) for node, own in enumerate([first, *in_a_row])]
+    # Recurrent states are folded in another form where tokens are in a row, and may have other limits there.
+    rows = [first, *in_a_row] if backend.capabilities.adopts else [first]
+    pairs = [(node, own, "in a row", close) for node, own in enumerate(rows)]
     pairs += [(node, own, "one by one", near) for node, own in zip((2, 3), one_by_one, strict=True)]
     for node, own, order, allowed in pairs:
         *before, last = prefix + paths[node]
@@ -249,14 +251,14 @@ def _tree_logits(backend: Backend, prefix: list[int], first: TokenTree, *others:
     try:
         _cache_prefix(backend, slot, prefix)
         layers = backend.cached(slot) if others else ()
-        logits = [_logits(backend, slot, first)]
+        logits = [_logits(backend, slot, first, len(prefix) + 1)]
     finally:
         backend.close(slot)
     for tree in others:
         slot = backend.open()
         try:
             backend.adopt(slot, len(prefix), layers)
-            logits.append(_logits(backend, slot, tree))
+            logits.append(_logits(backend, slot, tree, len(prefix) + 1))
         finally:
             backend.close(slot)
     return logits
@@ -269,13 +271,15 @@ def _cache_prefix(backend: Backend, slot: int, tokens: list[int]) -> None:
         backend.adopt(slot, PREFIX, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
         tokens = tokens[PREFIX:]
     if tokens:
-        backend.step([StepInput(slot, tokens[:-1], _alone(tokens[-1]), SamplingParams(), ())])
+        given = StepInput(slot, tokens[:-1], _alone(tokens[-1]), SamplingParams(), (), prompt_tokens=len(tokens))
+        backend.step([given])
         backend.commit([(slot, ())])
 
 
-def _logits(backend: Backend, slot: int, tree: TokenTree) -> torch.Tensor:
-    """[nodes, V] logits of a tree in this slot."""
-    logits: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+def _logits(backend: Backend, slot: int, tree: TokenTree, prompt: int) -> torch.Tensor:
+    """[nodes, V] logits of a tree in this slot, whose text begins with a prompt of this length."""
+    given = StepInput(slot, (), tree, SamplingParams(), (), logits=True, prompt_tokens=prompt)
+    logits: torch.Tensor = backend.step([given])[0].logits
     backend.commit([(slot, ())])
     return logits.float()
 
@@ -298,11 +302,13 @@ def _one_by_one(
     """The logits [V] of one pass over the prefix, and then of one pass per token, as in `generate`; and the cache after
     them."""
     output = model(**_inputs(model, prefix, 0, device), use_cache=True)
-    if output.past_key_values is None:  # some models take a cache but create none
+    name = "cache_params" if hasattr(output, "cache_params") else "past_key_values"
+    if getattr(output, name) is None:  # some models take a cache but create none
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        output = model(**_inputs(model, prefix, 0, device), past_key_values=cache, use_cache=True)
+        output = model(**_inputs(model, prefix, 0, device), **{name: cache}, use_cache=True)
     logits = [output.logits[0, -1].float()]
     for index, token in enumerate(tokens, len(prefix)):
-        output = model(**_inputs(model, [token], index, device), past_key_values=output.past_key_values, use_cache=True)
+        given = {name: getattr(output, name)}
+        output = model(**_inputs(model, [token], index, device), **given, use_cache=True)
         logits.append(output.logits[0, -1].float())
-    return logits, output.past_key_values
+    return logits, getattr(output, name)

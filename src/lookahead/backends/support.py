@@ -19,8 +19,9 @@ FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, Index
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def check_supported(model: Any) -> None:
-    """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask."""
+def check_supported(model: Any, *, recurrent: bool = False) -> None:
+    """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask. `recurrent`:
+    the caller runs described models, recurrent states included, so that their readers decide about these."""
     kind = kind_of(model)
     config = model.config.get_text_config(decoder=True)
 
@@ -35,7 +36,8 @@ def check_supported(model: Any) -> None:
             "model.gradient_checkpointing_disable()"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
+    stateful = getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS)
+    if stateful and not recurrent:
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("its attention is biased by index in the cache (ALiBi), not by position")
@@ -49,7 +51,7 @@ def check_supported(model: Any) -> None:
     if kind == "git":
         refuse("its cache holds image tokens that are not in the prompt")
     others = sorted(kinds - KNOWN_LAYERS)
-    if others:
+    if others and not recurrent:
         refuse(f"its {others[0]} layers do not read a K/V cache by position")
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):

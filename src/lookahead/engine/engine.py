@@ -16,7 +16,7 @@ from lookahead.backends.failures import DeviceMemoryError
 from lookahead.engine.inputs import largest_input, make_input
 from lookahead.engine.plain_run import PlainRun
 from lookahead.engine.request import Event, Request, StepResult
-from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
+from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler, most_sequences
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
@@ -97,7 +97,7 @@ class Engine:
 
     def set_max_sequences(self, max_sequences: int) -> None:
         """Run at most `max_sequences` requests at once from now on."""
-        self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows)
+        self._scheduler.max_sequences = most_sequences(self.backend, max_sequences)
 
     def reload_weights(self) -> None:
         """Let later requests use the model's current weights, which were changed. Raises RuntimeError while there are

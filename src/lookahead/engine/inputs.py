@@ -21,6 +21,12 @@ the sources, for which greedy targets are enough."""
 
 def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
     """The input of a scheduled request. `next_is_plain`: so is its next step. ValueError if the mask is bad."""
+    step_input = _make_input(scheduled, next_is_plain, backend)
+    step_input.prompt_tokens = scheduled.request.sequence.prompt_tokens
+    return step_input
+
+
+def _make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
     request, sequence, tree = scheduled.request, scheduled.request.sequence, scheduled.tree
     if not scheduled.is_last_chunk:
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, ())

@@ -18,6 +18,9 @@ from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.prompts import prompt_chunk
 from lookahead.engine.request import Request, Verifier
 
+LEAST_SHARED = 256
+"""A prompt chunk is made shorter, so that others can share what is before its end, only if it still has this many
+tokens: the rest of the prompt then takes a pass of its own."""
 RETRY_STEPS = 64
 """Steps after which a request that did not fit is tried again even if no other has finished: running sequences free the
 pages behind a sliding window, about one per 64 tokens."""
@@ -65,6 +68,12 @@ class ScheduledBatch:
         return len(self.requests) * max([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
 
 
+def most_sequences(backend: Backend, wanted: int) -> int:
+    """How many of the wanted sequences may run at once: each needs a row of every pass, and a slot."""
+    slots = backend.capabilities.most_sequences
+    return min(wanted, backend.most_rows if slots is None else min(slots, backend.most_rows))
+
+
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
 
@@ -76,7 +85,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.backend, self._max_mixed_rows = backend, max_mixed_rows
-        self.max_sequences = min(max_sequences, backend.most_rows)
+        self.max_sequences = most_sequences(backend, max_sequences)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
@@ -204,7 +213,7 @@ class Scheduler:
             rows = min(rows, max(self._max_mixed_rows, 2 * len(requests)))
         prompt_rows = rows - max(len(requests), rows // 2) if requests else rows
         waiting = deque(prefilling)
-        while waiting and waiting[0].verifier not in blocked and self._uncached(waiting[0]) < prompt_rows:
+        while waiting and waiting[0].verifier not in blocked and self._fits(waiting[0], prompt_rows):
             requests.append(self._next_chunk(waiting.popleft()))
             prompt_rows -= len(requests[-1].chunk) + 1
         prompt_rows = min(prompt_rows, sum([self._uncached(request) + 1 for request in waiting]))
@@ -223,7 +232,8 @@ class Scheduler:
             if rows < 1:
                 return
             scheduled = self._next_chunk(request, rows)
-            scheduled.is_last_chunk = self._uncached(request) < rows and request.verifier not in blocked
+            whole = len(scheduled.chunk) == self._uncached(request) < rows
+            scheduled.is_last_chunk = whole and request.verifier not in blocked
             if scheduled.is_last_chunk:
                 scheduled.tree = request.sequence.bare_root()
             rows -= len(scheduled.chunk) + len(scheduled.tree)
@@ -253,7 +263,21 @@ class Scheduler:
         start, end = self.backend.length(request.slot), len(request.sequence.tokens) - 1
         if most is not None:
             end = min(end, start + most)
+            end = self._shared_end(start, end) or end
         return ScheduledRequest(request, request.sequence.tokens[start:end])
+
+    def _fits(self, request: Request, rows: int) -> bool:
+        """Whether the rest of a prompt runs at once in fewer than these rows."""
+        start, end = self.backend.length(request.slot), len(request.sequence.tokens) - 1
+        return end - start < rows and self._shared_end(start, end) in (None, end)
+
+    def _shared_end(self, start: int, end: int) -> int | None:
+        """Where the chunk from `start` to `end` of a prompt should end, so that later requests can begin there; None if
+        that makes no difference, or would not save them much."""
+        page = self.backend.capabilities.shares_at
+        if page is None or end // page * page - start < LEAST_SHARED:
+            return None
+        return end // page * page
 
     # K/V room.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -256,8 +256,8 @@ class PagePools:
     def hit_tokens(self) -> int:
         return self.pools[0].hit_tokens
 
-    def open(self, tokens: Sequence[int] = (), salt: str = "") -> list[PageTable]:
-        return open_together(self.pools, tokens, salt)
+    def open(self, tokens: Sequence[int] = (), salt: str = "", ends: Container[bytes] | None = None) -> list[PageTable]:
+        return open_together(self.pools, tokens, salt, ends)
 
     def reserve(self, tables: Sequence[PageTable], tokens: int, cached: int) -> bool:
         """See `PagePool.reserve`: in all pools, or in none."""
@@ -290,11 +290,13 @@ class PagePools:
             pool.close(table)
 
 
-def open_together(pools: Sequence[PagePool], tokens: Sequence[int], salt: str) -> list[PageTable]:
+def open_together(
+    pools: Sequence[PagePool], tokens: Sequence[int], salt: str, ends: Container[bytes] | None = None
+) -> list[PageTable]:
     """The tables of a sequence that begins with these tokens, one in each pool.
 
     They share the longest prefix of full pages whose needed pages are cached in every pool, at most len(tokens) - 1
-    tokens: the last token always has to run.
+    tokens: the last token always has to run. With `ends`, the hash of the prefix's last page is one of these.
     """
     root, size = blake2b(salt.encode(), digest_size=16).digest(), pools[0].page_size
     unwindowed = next((pool for pool in pools if pool.window is None), None)
@@ -304,7 +306,7 @@ def open_together(pools: Sequence[PagePool], tokens: Sequence[int], salt: str) -
             break  # layers without a window read everything before
         digests.append(digest)
     possible = map(all, zip(*(pool.can_begin(digests) for pool in pools), strict=True))
-    count = max(n for n, known in enumerate(possible) if known)
+    count = max(n for n, known in enumerate(possible) if known and (not n or ends is None or digests[n - 1] in ends))
     tables = [pool.begin(root, digests[:count]) for pool in pools]
     for pool in pools if tokens else ():
         pool.queries += 1

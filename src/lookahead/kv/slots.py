@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookahead.kv.pages import PagePools, PageTable
+from lookahead.kv.states import KeptRows, Snapshots
 
 
 @dataclass(slots=True)
@@ -17,7 +18,8 @@ class Slot:
     """A sequence: its `table_index` in the device's page tables, a page table per attention group, and its length.
 
     `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
-    table; they hold `sent_room` tokens. A token's position is its index plus `shift`.
+    table; they hold `sent_room` tokens. A token's position is its index plus `shift`. With recurrent states, `kept` is
+    the first row of its last tree (see `KeptRows`), and `snapshot` the place of the snapshot that it began from, or -1.
     """
 
     table_index: int
@@ -27,21 +29,34 @@ class Slot:
     sent: list[int]
     sent_room: int = 0
     shift: int = 0
+    kept: int = 0
+    snapshot: int = -1
 
 
 class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
-    The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence.
-    `free_indices` are the table indices that no slot has. `pending_commits` are those whose K/V have not moved yet: the
-    first move and the number of moves of each; `pending_moves` are these moves in each attention group, source and
-    target cell of each. A *cell* is one token's K/V in all pages of a group: the page
-    times the page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no
-    sequence.
+    The device's page tables are int32 [groups, tables, longest]: `longest` is the most pages of a sequence. At most
+    `most_slots` are open, which have the first tables. `free_indices` are the table indices that no slot has. With
+    `kept`, sequences have recurrent states, one for each table index. They share pages up to one of `snapshots`.
+
+    `pending_commits` are those whose K/V have not moved yet: the first move and the number of moves of each;
+    `pending_moves` are these moves in each attention group, source and target cell of each. A *cell* is one token's K/V
+    in all pages of a group: the page times the page size, plus the offset in the page. The device counts pages from 1,
+    because its page 0 belongs to no sequence.
     """
 
-    def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
-        self.most_slots = most_slots
+    def __init__(
+        self,
+        pool: PagePools,
+        longest: int,
+        tables: int,
+        most_slots: int | None = None,
+        kept: KeptRows | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.tables, self.kept, self.snapshots = tables, kept, snapshots
+        self.most_slots = most_slots = tables if most_slots is None else min(tables, most_slots)
         self.free_indices = list(range(most_slots - 1, -1, -1))
         self.by_number: dict[int, Slot] = {}
         self._next = 0
@@ -58,12 +73,15 @@ class Slots:
         return len(self.by_number)
 
     def open(self, tokens: Sequence[int], salt: str) -> int:
-        """Open a slot for a new sequence. It shares the cached pages of its longest known prefix."""
+        """Open a slot for a new sequence. It shares the cached pages of its longest known prefix. K/V alone do not
+        continue a recurrent state, so with such states the prefix ends at a snapshot, whose place the slot gets."""
         if not self.free_indices:
             raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
-        number, tables = self._next, self.pool.open(tokens, salt)
+        number, tables = self._next, self.pool.open(tokens, salt, self.snapshots)
         self._next += 1
         slot = self.by_number[number] = Slot(self.free_indices.pop(), tables, tables[0].cached, 0, [0] * len(tables))
+        if self.snapshots is not None and slot.length:
+            slot.snapshot = self.snapshots.use(tables[0].digests[-1])
         self._note_pages(slot)
         return number
 
@@ -72,6 +90,10 @@ class Slots:
         closed = self.by_number.pop(number)
         self.free_indices.append(closed.table_index)
         self._unsent.pop(closed.table_index, None)
+        if self.kept is not None:
+            self.kept.drop(closed.table_index)
+        if self.snapshots is not None:
+            self.snapshots.drop(number)
         self.pool.close(closed.tables)
 
     # Pages.
@@ -156,7 +178,7 @@ class Slots:
             return changes
         for slot in self._unsent.values():
             for group, table in enumerate(slot.tables):
-                first = (group * self.most_slots + slot.table_index) * self.longest
+                first = (group * self.tables + slot.table_index) * self.longest
                 for index in range(slot.sent[group], len(table.pages)):
                     changes += first + index, table.pages[index] + 1
                 slot.sent[group] = len(table.pages)
@@ -181,6 +203,8 @@ class Slots:
             slot = self.by_number[number]
             if path and path[-1] != len(path):  # some nodes are not right after the root
                 self._add_moves(slot, path)
+            if self.kept is not None:
+                self.kept.commit(slot.table_index, slot.kept, path, begins=slot.length == 0)
             slot.length += 1 + len(path)
 
     def _add_moves(self, slot: Slot, path: Sequence[int]) -> None:

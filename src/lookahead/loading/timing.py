@@ -34,7 +34,7 @@ from time import perf_counter
 from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.base import NO_LIMIT, Backend, StepInput
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 
@@ -96,6 +96,7 @@ def measure(
     """
     if quick:
         sizes, rounds, patience = QUICK_SIZES, 1, QUICK_SECONDS
+    sizes = [size for size in sizes if size <= (backend.most_nodes or size)]
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
@@ -171,9 +172,9 @@ def sizes_to_time(backend: Backend) -> list[int]:
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> CostCurve:
     """Time passes of each size, twice after a warm-up, with trees of up to MAX_TREE_TOKENS tokens (fewer in a short
-    context) of as many sequences as needed, each with `PREFIX` tokens before its root. Sizes above `backend.most_rows`,
-    and those for whose sequences there is no memory, are left out."""
-    most, context = backend.most_rows, backend.max_length or 4 * PREFIX
+    context) of as many sequences as needed, each with `PREFIX` tokens before its root. Sizes above the backend's
+    `most_rows` and `most_nodes`, and those for whose sequences there is no memory, are left out."""
+    most, context = min(backend.most_rows, backend.most_nodes or NO_LIMIT), backend.max_length or 4 * PREFIX
     largest, prefix = min(MAX_TREE_TOKENS, context // 4), min(PREFIX, most - 1, context // 4)
     slots = [backend.open() for _ in range(-(-min(most, max(sizes)) // largest))]
     full = prefix + (rounds + 1) * len(sizes) + largest  # the root of every pass stays

@@ -230,7 +230,7 @@ class ParallelBackend:
             adjustment = replace(adjustment, mask=adjustment.mask[[index[node] for node in share.needed or [0]]])
         chunk = [*(state.path[-lacks:] if lacks else ()), *step_input.chunk]
         own = StepInput(state.inner, chunk, share.tree(step_input.tree), step_input.sampling, uniforms, step_input.top)
-        own.adjustment = adjustment
+        own.adjustment, own.prompt_tokens = adjustment, step_input.prompt_tokens
         return own
 
     @contextmanager

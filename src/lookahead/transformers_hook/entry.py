@@ -124,7 +124,7 @@ class Decoding:
                 raise ValueError("generate and lookahead.decoding were given two streamers; leave one of them out")
             if streamer is not None and dropped.streamer is None:
                 streamer.put(input_ids.cpu())  # `generate` does this for a streamer of its own
-            check_supported(model)
+            check_supported(model, recurrent=True)
             refuse_unsupported(generation_config, dropped)
             with clear_errors(input_ids.device):
                 run = Run(model, input_ids, generation_config, model_kwargs, self.backend)

@@ -50,7 +50,8 @@ class Run:
         self.model, self.wants, self.kwargs = model, generation_config, model_kwargs
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
-        caches.check_cache(self.cache, len(input_ids))
+        if getattr(self.cache, "_is_user_defined", False) or self.cache is None or self.cache.get_seq_length():
+            caches.check_cache(self.cache, len(input_ids))  # one that `generate` made is checked when it is filled
         modules = facts.modules_of(model)
         facts.check_adapters(modules, len(input_ids))
         self.outputs = output_collector.requested_outputs(generation_config)
@@ -72,16 +73,36 @@ class Run:
         length, (batch_size, tokens) = self.batch.input_ids.shape[1], self.batch.mask.shape
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - length))
         graph = self._backends.graph_or_none(batch_size, tokens + max(0, self.wants.max_length - length))
+        if graph is not None and not graph.capabilities.adopts and not self._runs_whole(graph):
+            graph = None
         if graph is None:
             return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
-            runs_prompts = graph.capabilities.runs_prompts and is_usual(self.model)
-            if runs_prompts and is_plain(self.batch, self.kwargs):
+            usual = is_usual(self.model) or not graph.capabilities.adopts
+            if usual and graph.capabilities.runs_prompts and is_plain(self.batch, self.kwargs):
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
                 graph.prepare_fallbacks(noise=noise is not None)
                 return self._decode(engine, None, noise, rules, streamer)
             return self._decode_after(graph, config, rules, streamer)
+
+    def _runs_whole(self, graph: GraphBackend) -> bool:
+        """Whether a graph backend that adopts no K/V can run the call: its prompt too, and no cache is left behind."""
+        known = type(self.model).__module__.startswith("transformers.")  # they prepare caches of their own, at most
+        if known and is_plain(self.batch, self.kwargs) and not self._keeps_cache:
+            return True
+        reason = "the graph backend neither begins from a cache with recurrent states nor leaves one behind"
+        if self._backends.name == "graph":
+            raise UnsupportedModelError(
+                f"{reason}; leave past_key_values, images and return_dict_in_generate out, or use backend='auto'"
+            )
+        self.facts.log_once(f"note: {reason}; the eager backend runs it")
+        return False
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Whether the caller gets the cache: it was asked for, or given."""
+        return bool(self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))
 
     def _decode_after(
         self, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules, streamer: Any
@@ -142,7 +163,7 @@ class Run:
     ) -> Any:
         """Decode. `first` are the logits [B, V] after the prompt if it has run."""
         ids = self.batch.input_ids
-        keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        keeps_cache = self._keeps_cache
         # 1. One request per sequence, with any K/V that exist already.
         verifiers = rules.verifiers(self.sequences, ids) if noise is None else [None]
         try:

@@ -15,7 +15,9 @@ import torch
 from described import HIDDEN
 from interpreting import interpreted_backends
 from knobs import DIM, HEADS, KV_HEADS, Maker
+from marks import slow_but
 from model_table import ROUNDING, error
+from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
 
 pytest.importorskip("triton")
@@ -38,6 +40,12 @@ SETTINGS = LookaheadConfig(window=0, budget=5)
 SIZES = (1, 4, 5, 16)
 """Small steps with little padding: the interpreter takes a millisecond per program, and a launch has one per token."""
 PROMPT = [*range(2, 14)]
+RECURRENT = {
+    name: (kind, changes)
+    for name, kind, changes in RECURRENT_ROWS
+    if name in ("qwen3-next", "qwen3.5", "granite-mamba-limit", "falcon-h1", "nemotron-h", "mamba2", "lfm2-moe")
+}
+"""Of the table of recurrent models: each mixer, both orders of columns, limits, factors, and halves alone."""
 
 
 @pytest.fixture
@@ -140,6 +148,16 @@ def test_blocks_of_every_structure(interpreted: Callable[..., GraphBackend]) -> 
     tree, prefix = random_tree(3, 2), [4, 9]
     found = backend.step([greedy(backend.open(), prefix, tree, logits=True)])[0].logits
     assert error(found, forward_tree(described, prefix, tree.tokens, tree.parents)) < 5 * ROUNDING
+
+
+@pytest.mark.parametrize("name", slow_but(RECURRENT, "qwen3.5"))
+def test_recurrent_states(
+    name: str, interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
+) -> None:
+    """Nodes that are accepted never stand next to their root, and are replayed by the next step."""
+    kind, changes = RECURRENT[name]
+    expected = plain(tiny(kind, **changes), PROMPT[:5], 6)
+    assert told(interpreted(tiny(kind, **changes)), PROMPT[:5], expected) == (expected, 2)
 
 
 def test_penalties_and_a_bias(interpreted: Callable[[Any], GraphBackend]) -> None:

@@ -32,10 +32,11 @@ from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.planner import Planner
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
-from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, PAGE, ROW_SIZES, bucket
+from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, MOST_STATE_NODES, PAGE, ROW_SIZES, bucket
 from lookahead.backends.support import check_supported
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
+from lookahead.kv.states import KeptRows, Snapshots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder, experts_of
@@ -69,7 +70,7 @@ class GraphBackend:
         description: Decoder | None = None,
         adopts_prompts: bool = False,
     ) -> None:
-        check_supported(model)
+        check_supported(model, recurrent=True)
         decoder = read(model, "graph") if description is None else description
         if not (decoder.causal_prompt or adopts_prompts):
             raise UnsupportedModelError(
@@ -81,19 +82,6 @@ class GraphBackend:
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
         self.max_length = context_length(model.config.get_text_config(decoder=True))
         self.most_rows = bucket(most_rows)
-        self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED)
-        self.capabilities = Capabilities(
-            "graph",
-            exact_nodes=INVARIANT_NODES if self.invariant else None,
-            exact_depth=NEAR_KEYS if self.invariant else None,
-            row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
-            experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
-            runs_prompts=decoder.causal_prompt,
-            overlaps=self.device.type == "cuda",
-            runs_ahead=True,
-            draws_noise=True,
-        )
-        self.vocab_size: int = len(decoder.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.runner = Runner(
             decoder,
@@ -104,7 +92,28 @@ class GraphBackend:
             most_rows=self.most_rows,
             drop_pages=drop_pages,
         )
-        self.slots = Slots(new_pools(self.kv, self.most_rows), self.kv.longest, MOST_SEQUENCES)
+        states = self.runner.state.states
+        most_slots = None if states is None else states.slots
+        self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED if states is None else MOST_STATE_NODES)
+        self.capabilities = Capabilities(
+            "graph",
+            exact_nodes=INVARIANT_NODES if self.invariant else None,
+            exact_depth=NEAR_KEYS if self.invariant else None,
+            row_sizes=tuple(size for size in ROW_SIZES if size <= self.most_rows),
+            most_sequences=most_slots,
+            experts=experts_of(decoder) if self.device.type == "cuda" else 0,  # kernels count
+            runs_prompts=decoder.causal_prompt,
+            adopts=states is None,
+            shares_at=PAGE if states is not None and states.snapshots else None,
+            overlaps=self.device.type == "cuda",
+            runs_ahead=states is None,
+            draws_noise=True,
+        )
+        self.vocab_size: int = len(decoder.embedding)
+        kept = None if states is None else KeptRows(states.ring)
+        snapshots = None if states is None else Snapshots(states.slots, states.snapshots)
+        pools = new_pools(self.kv, self.most_rows)
+        self.slots = Slots(pools, self.kv.longest, MOST_SEQUENCES, most_slots, kept, snapshots)
         rules = Rules(self.vocab_size, self.runner.reserve_table_slots, pinned=self.device.type == "cuda")
         self.planner = Planner(
             self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
@@ -158,8 +167,12 @@ class GraphBackend:
     # Slots.
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """A slot for a new sequence, sharing the cached pages of an earlier one with the same prefix."""
-        return self.slots.open(tokens, salt)
+        """A slot for a new sequence, sharing cached pages, and states, of an earlier one with the same prefix."""
+        number = self.slots.open(tokens, salt)
+        slot = self.slots[number]
+        if slot.snapshot >= 0:
+            self.runner.copy_states(slot.snapshot, slot.table_index)
+        return number
 
     def close(self, slot: int) -> None:
         """Free the slot and its pages. What was given to `remember` stays cached until its pages are needed."""
@@ -183,11 +196,13 @@ class GraphBackend:
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are cached in the slot. Shifted positions are
-        not shared."""
+        not shared. With recurrent states, sharing begins at one of the sequence's snapshots."""
         state = self.slots[slot]
         if state.shift:
             return
         self.pool.remember(state.tables, tokens[: state.length])
+        if self.slots.snapshots is not None:
+            self.slots.snapshots.remember(slot, state.tables[0].digests)
 
     def cache_use(self) -> CacheUse:
         """How full the pages are, and the prefix cache's hits."""
@@ -196,10 +211,16 @@ class GraphBackend:
 
     @on_model_device
     def check_room(self, sequences: int, tokens: int) -> None:
-        """Make sure that `sequences` sequences of `tokens` tokens each fit into the pages at once.
+        """Make sure that `sequences` sequences of `tokens` tokens each fit into the slots and pages at once.
 
-        If they do not, and no slot is open, the K/V is reallocated. Raises UnsupportedModelError if that is impossible.
+        If the pages do not, and no slot is open, the K/V is reallocated. Raises UnsupportedModelError if that is
+        impossible.
         """
+        if sequences > self.slots.most_slots:
+            raise UnsupportedModelError(
+                f"the graph backend has room for the recurrent states of {self.slots.most_slots} sequences, and "
+                f"{sequences} are needed; use a smaller batch"
+            )
         needs = self.runner.missing_pages(sequences, tokens)
         if not needs:
             return
@@ -256,9 +277,15 @@ class GraphBackend:
                 inputs, [self.slots[sequence.slot].length for sequence in inputs], self.slots
             )
         if launched is None:
-            kind, packet, starts, lengths = self.planner.plan(inputs)
+            kind, packet, starts, lengths, snapshots = self.planner.plan(inputs)
             launched = LaunchedStep(list(inputs), starts, lengths, self.runner.run(kind, packet))
-        if self._ahead.may_follow(launched) and self.planner.reserve_ahead(launched.inputs):
+            for source, target in snapshots:
+                self.runner.copy_states(source, target)
+        if (
+            self.capabilities.runs_ahead
+            and self._ahead.may_follow(launched)
+            and self.planner.reserve_ahead(launched.inputs)
+        ):
             self._ahead.note_started(launched, self.runner.run_ahead(launched.running, self.slots.take_changes()))
         launched.make_outputs()
         return launched
@@ -287,6 +314,7 @@ class GraphBackend:
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Take over a sequence's K/V: per layer that has its own, keys and values [Hkv, n, D] of the last n of `length`
         tokens."""
+        self._check_no_states("take over")
         shift = offset[0] if offset else 0
         if any(other != shift for other in offset) or shift > MOST_SHIFT:
             raise ValueError(
@@ -310,9 +338,18 @@ class GraphBackend:
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]. A layer with a sliding window may
         return only the tokens that it still reads."""
+        self._check_no_states("hand out")
         self._move_pending()
         state = self.slots[slot]
         return self.runner.read_kv(self.slots.device_pages(state), state.length)
+
+    def _check_no_states(self, what: str) -> None:
+        """Refuse to import or export the K/V of a model that has recurrent states as well."""
+        if not self.capabilities.adopts:
+            raise UnsupportedModelError(
+                f"the graph backend does not {what} the K/V of a sequence with recurrent states, which K/V do not "
+                "restore"
+            )
 
     @on_model_device
     @torch.inference_mode()

@@ -11,6 +11,7 @@ from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kernels.tiles import queries_per_tile
 from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.layers.attention import plan_group
+from lookahead.backends.graph.layers.recurrent import plan_states
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.records import SequenceRecord, Tile
@@ -40,7 +41,8 @@ class CapturedForward(Captured):
         # Without a loop over tiles, a tile beyond the number of programs would have no program.
         most = [min(n, own.programs) if own and not own.unsplit else n for n, own in zip(most, tiles, strict=True)]
         # 2. The packet on the host, and its copy on the device.
-        self.packet = Packet(kind.rows, kind.needed, most, len(model.groups), device.type == "cuda")
+        has_states = state.states is not None
+        self.packet = Packet(kind.rows, kind.needed, most, len(model.groups), device.type == "cuda", states=has_states)
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views, self.host_views = self.packet.views(self.memory), self.packet.views(self.packet.host)
         # 3. The work of every layer.
@@ -49,8 +51,13 @@ class CapturedForward(Captured):
             new_rows(self.views, shape, kv.tables[group], min(kind.rows, MOST_NEEDED), kv.shifts, kv.positions - 1)
             for group, shape in enumerate(numbers)
         ]
-        step = StepContext(kind, buffers, kv, self.views, rows, [tiles[shape] for shape in numbers], buffers.work)
+        states = None if state.states is None else state.states.of_step(self.views)
+        step = StepContext(
+            kind, buffers, kv, self.views, rows, [tiles[shape] for shape in numbers], buffers.work, states
+        )
         planned = [plan_group(group, number, step, state.ops) for number, group in enumerate(model.groups)]
+        if states is not None:
+            planned.append(plan_states(step, model.recurrent, state.ops))
         self.commits, self.locates = zip(*planned, strict=True)
         self.embed = model.embedding.plan(step)
         with state.times.timing("search"):
@@ -74,15 +81,12 @@ class CapturedForward(Captured):
         self._run_blocks(self.blocks)
 
     def launch_kernels(self) -> None:
-        """Of blocks with the same kind of attention and the same widths only two are launched: the others have the same
+        """Of blocks of the same kind only two are launched: the others have the same
         kernels, and the first of all adds nothing to the residual stream. A kernel that is missed here is compiled when
         it is first launched."""
         alike: dict[tuple[Any, ...], list[list[Run]]] = {}
         for block, planned in zip(self.state.model.blocks, self.blocks, strict=True):
-            spec = block.attention.spec
-            kind = block.attention.group, spec.window, spec.chunk, spec.rope is None, spec.kv_layer is None
-            widths = f"{block.attention.buffers()} {block.feed_forward.buffers()}"
-            alike.setdefault((*kind, widths), []).append(planned)
+            alike.setdefault(block.kind, []).append(planned)
         self._run_blocks([planned for blocks in alike.values() for planned in blocks[:2]])
 
     @torch.inference_mode()
@@ -92,7 +96,8 @@ class CapturedForward(Captured):
         self.state.ops.copy_packet(
             self.packet.host, self.memory, host["changed"], host["changes"], self.state.kv.tables
         )
-        # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix.
+        # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix, and replay its accepted
+        # tokens into the recurrent states.
         for commit in self.commits:
             commit()
         # 3. The layers.

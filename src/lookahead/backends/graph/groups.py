@@ -14,7 +14,7 @@ from lookahead.backends.graph.kernels.tiles import HeadShape
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.kv.pages import pages_in_window
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.spec import Attention, Decoder, attentions_of
+from lookahead.models.spec import Attention, Decoder
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class AttentionGroup:
         return 2 * len(self.layers) * self.shape.kv_heads * PAGE * self.shape.dim * element_size
 
 
+WITHOUT_ATTENTION = AttentionGroup(HeadShape(1, 1, 16), None, ())
+"""The group of a model without attention. Its pages take no memory, but rows are located and tokens counted by it."""
+
+
 def groups_of(decoder: Decoder, *, drop_pages: bool = True) -> tuple[AttentionGroup, ...]:
     """The model's attention groups, in the order of their first layers.
 
@@ -46,16 +50,20 @@ def groups_of(decoder: Decoder, *, drop_pages: bool = True) -> tuple[AttentionGr
     UnsupportedModelError if a layer reads the keys and values of one with other heads or another window.
     """
     layers: dict[tuple[HeadShape, int | None], list[int]] = {}
-    attentions = attentions_of(decoder)
+    attentions = [block.attention for block in decoder.blocks]
     for number, spec in enumerate(attentions):
+        if spec is None:
+            continue
         if spec.kv_layer is None:
             shape, window = _group_key(spec)
             layers.setdefault((shape, window if drop_pages else None), []).append(number)
-        elif _group_key(spec) != _group_key(attentions[spec.kv_layer]):
+        elif (source := attentions[spec.kv_layer]) is None or _group_key(spec) != _group_key(source):
             raise UnsupportedModelError(
                 f"layer {number} reads the keys and values of layer {spec.kv_layer}, which has other heads or another "
                 "window"
             )
+    if not layers:
+        return (WITHOUT_ATTENTION,)
     return tuple(AttentionGroup(shape, window, tuple(numbers)) for (shape, window), numbers in layers.items())
 
 
@@ -65,8 +73,13 @@ def _group_key(spec: Attention) -> tuple[HeadShape, int | None]:
     return HeadShape(spec.heads, spec.kv_heads, spec.head_dim), min(reads, default=None)
 
 
-def group_and_index(decoder: Decoder, groups: Sequence[AttentionGroup]) -> list[tuple[int, int]]:
-    """For each layer, the number of its group, and the index in that group of the layer whose K/V it reads."""
+def group_and_index(decoder: Decoder, groups: Sequence[AttentionGroup]) -> dict[int, tuple[int, int]]:
+    """For each layer with attention, the number of its group, and the index in that group of the layer whose K/V it
+    reads."""
     owners = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
-    sources = [attention.kv_layer for attention in attentions_of(decoder)]
-    return [owners[layer if source is None else source] for layer, source in enumerate(sources)]
+    attentions = ((layer, block.attention) for layer, block in enumerate(decoder.blocks))
+    return {
+        layer: owners[layer if spec.kv_layer is None else spec.kv_layer]
+        for layer, spec in attentions
+        if spec is not None
+    }

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads, reference_layers
+from lookahead.backends.graph.kernels import (
+    reference,
+    reference_draw,
+    reference_heads,
+    reference_layers,
+    reference_states,
+)
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import HeadShape, Tiling, tiles_for
 from lookahead.machine import cores
@@ -49,14 +55,37 @@ class Ops:
         self.add_norm: Any = reference_layers.add_norm
         self.activate: Any = reference_layers.activate
         self.apply_gate: Any = reference_layers.apply_gate
+        self.apply_head_gates: Any = reference_layers.apply_head_gates
+        self.scale: Any = reference_layers.scale
         self.last_columns: Any = reference_layers.last_columns
         self.finish_logits: Any = reference_layers.finish_logits
+        self.list_walks: Any = reference_states.list_walks
+        self.convolve: Any = reference_states.convolve
+        self.store_inputs: Any = reference_states.store_inputs
+        self.replay_inputs: Any = reference_states.replay_inputs
+        self.gate: Any = reference_states.gate
+        self.scan: Any = reference_states.scan
+        self.gated_norm: Any = reference_states.gated_norm
         self.quantised: Any = None
         self.fp8: Any = None
         self.experts: Any = None
 
     def _use_kernels(self) -> None:
-        from lookahead.backends.graph.kernels import activations, attention, copies, ends, heads, locate, norms, paths
+        from lookahead.backends.graph.kernels import (
+            activations,
+            attention,
+            convolve,
+            copies,
+            ends,
+            gated_norm,
+            gates,
+            heads,
+            locate,
+            norms,
+            paths,
+            scan,
+            walks,
+        )
         from lookahead.backends.graph.kernels.expert_products import ExpertProducts
         from lookahead.backends.graph.kernels.fp8 import fp8_products
         from lookahead.backends.graph.kernels.quantised import QuantisedProducts
@@ -70,6 +99,10 @@ class Ops:
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
         self.embed, self.last_columns, self.finish_logits = ends.embed, ends.last_columns, ends.finish_logits
         self.activate, self.apply_gate, self.add_norm = activations.activate, activations.apply_gate, norms.add_norm
+        self.apply_head_gates, self.scale = activations.apply_head_gates, activations.scale
+        self.list_walks, self.scan, self.gate = walks.list_walks, scan.scan, gates.gate
+        self.convolve, self.store_inputs = convolve.convolve, convolve.store_inputs
+        self.replay_inputs, self.gated_norm = convolve.replay_inputs, gated_norm.gated_norm
 
     def compile_launched(self, work: Callable[[], object]) -> None:
         """Compile, in several threads, the kernels that `work` launches, without running them; nothing on a CPU."""

@@ -16,7 +16,7 @@ import torch
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.tree import TokenTree, forest_of
 from lookahead.backends.graph.native_rows import NativeRows
-from lookahead.backends.graph.records import SequenceRecord, Tile
+from lookahead.backends.graph.records import SequenceRecord, Tile, Walk
 from lookahead.backends.graph.sizes import PAGE
 
 MOST_SEQUENCES = 256
@@ -27,8 +27,8 @@ separate launch moves them."""
 SPARE_CHANGES = 64
 """Page-table updates that fit into a packet, per attention group, beyond one per sequence and per page of rows. If a
 long prompt needs more, a separate launch writes them."""
-SEQUENCE_FIELDS, TILE_FIELDS = len(SequenceRecord), len(Tile)
-"""Numbers per sequence and per tile. (The `len` of an enum takes microseconds, too long for every step.)"""
+SEQUENCE_FIELDS, TILE_FIELDS, WALK_FIELDS = len(SequenceRecord), len(Tile), len(Walk)
+"""Numbers per sequence, per tile and per walk. (The `len` of an enum takes microseconds, too long for every step.)"""
 
 Numbers = Any
 """A buffer of 32-bit integers: bytes or an array."""
@@ -65,6 +65,8 @@ class Overflow:
     commits: Sequence[int] = ()
     moves: Sequence[Sequence[int]] = ()
     changes: Sequence[int] = ()
+    replays: Sequence[int] = ()
+    replayed: Sequence[int] = ()
 
 
 NO_OVERFLOW = Overflow()
@@ -88,10 +90,20 @@ class Packet(Fields):
     changed [1]        number of page-table updates
     changes [C, 2]     their index into the flattened page tables, and the page to write there
     needed [N]         the rows whose logits are needed
+
+    And for models with recurrent states (see `kernels.state_rows`):
+
+    kept_base [1]      where in the ring of kept rows this step's nodes begin
+    replay_count [1]   number of replays
+    replays [B, 5]     the walks of the tokens accepted last, see `records.Walk`
+    replayed [M]       the kept rows that they go through
+    prompts [B]        the number of tokens of each sequence's prompt
     """
 
-    def __init__(self, rows: int, needed: int, tiles: Sequence[int], groups: int, pinned: bool) -> None:
-        """`tiles`: the maximum number of tiles for each head shape."""
+    def __init__(
+        self, rows: int, needed: int, tiles: Sequence[int], groups: int, pinned: bool, *, states: bool = False
+    ) -> None:
+        """`tiles`: the maximum number of tiles for each head shape. `states`: the model has recurrent states."""
         sequences, moves, int32 = min(rows, MOST_SEQUENCES), rows + SPARE_MOVES, torch.int32
         self.changes_room = groups * (sequences + rows // PAGE + SPARE_CHANGES)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -107,6 +119,10 @@ class Packet(Fields):
             "changes": ((self.changes_room, 2), int32),
             "needed": ((needed,), int32),
         }
+        if states:
+            parts["kept_base"], parts["replay_count"] = ((1,), int32), ((1,), int32)
+            parts["replays"], parts["replayed"] = ((sequences, WALK_FIELDS), int32), ((moves,), int32)
+            parts["prompts"] = (sequences,), int32
         super().__init__(parts, pinned)
         # All sequences are written at once, as bytes and arrays: one sequence at a time takes three times as long, and
         # every NumPy call takes a microsecond.
@@ -114,7 +130,7 @@ class Packet(Fields):
         self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
         self._row_numbers = array("i", range(rows)).tobytes()
         self._sequence_numbers = [array("i", (index,)).tobytes() for index in range(sequences)]
-        self._changed, self.overflow = False, NO_OVERFLOW
+        self._changed, self.overflow, self._has_states = False, NO_OVERFLOW, states
         self._in_c: NativeRows | None = None
         self.sequences_room, self.moves_room, self.tiles_room = sequences, moves, list(tiles)
         self.begin()
@@ -130,6 +146,8 @@ class Packet(Fields):
             self._write(name, b"", filler)
         self._write("needed", b"", self._zeros)
         self.write_commits((), [()] * self.fields["moves"].shape[0])
+        if self._has_states:
+            self.write_states(0, (), (), ())
 
     def write_rows(
         self,
@@ -243,3 +261,16 @@ class Packet(Fields):
             for group, own in enumerate(moves):
                 self._write_first("moves", own, 2 * self.moves_room * group)
         self._write_first("counts", [number for tiles in self._tiles for number in (tiles, len(commits) // 2)])
+
+    def write_states(
+        self, kept_base: int, replays: Sequence[int], replayed: Sequence[int], prompts: Sequence[int]
+    ) -> None:
+        """After `write_commits`, write what recurrent states need, flat as in the fields. Replays that do not fit go to
+        the `overflow`."""
+        if len(replays) > WALK_FIELDS * self.sequences_room or len(replayed) > self.moves_room:
+            self.overflow = replace(self.overflow, replays=replays, replayed=replayed)
+            replays = replayed = ()
+        self._write_first("kept_base", (kept_base, len(replays) // WALK_FIELDS))  # the two fields are adjacent
+        self._write_first("replays", replays)
+        self._write_first("replayed", replayed)
+        self._write_first("prompts", prompts)

@@ -13,10 +13,12 @@ from typing import NamedTuple, Protocol
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, Sampler, StepKind, fallback_kind, step_kind
+from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.rules import Rules
-from lookahead.backends.graph.sizes import MOST_NEEDED, PAGE
+from lookahead.backends.graph.sizes import MOST_NEEDED, MOST_STATE_NODES, PAGE
 from lookahead.backends.graph.targets_packet import StepPacket
-from lookahead.kv.slots import Slots
+from lookahead.kv.slots import Slot, Slots
+from lookahead.kv.states import KeptRows
 
 LAZY_CAPTURE = 128
 """`capture_after` of backends that capture lazily. A capture costs what 50 to 100 steps gain by it, and far more on a
@@ -37,12 +39,13 @@ class Packets(Protocol):
 
 class Plan(NamedTuple):
     """A step that is ready to run: its kind and its packet. `starts` are the indices of each input's first needed row,
-    `lengths` the positions of the roots."""
+    `lengths` the positions of the roots. `snapshots`: the states to copy after the step, and where to."""
 
     kind: StepKind
     packet: StepPacket
     starts: list[int]
     lengths: list[int]
+    snapshots: Sequence[tuple[int, int]] = ()
 
 
 class Planner:
@@ -89,11 +92,38 @@ class Planner:
             targets.write_rules(packet)
         # 5. Moves and new pages, also those of other sequences: last, since they are lost if something above fails.
         packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
+        if self._slots.kept is not None:
+            self._write_states(packet, self._slots.kept, slots, inputs)
         if has_chunks:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
             lengths = [slot.length for slot in slots]
-        return Plan(kind, step_packet, starts, lengths)
+        return Plan(kind, step_packet, starts, lengths, self._snapshots(inputs, slots) if has_chunks else ())
+
+    def _snapshots(self, inputs: Sequence[StepInput], slots: Sequence[Slot]) -> list[tuple[int, int]]:
+        """The sequences whose prompt chunk ends with a page, and the places of their snapshots."""
+        if (snapshots := self._slots.snapshots) is None:
+            return []
+        found = list[tuple[int, int]]()
+        for sequence, slot in zip(inputs, slots, strict=True):
+            if sequence.chunk and not slot.length % PAGE:
+                place = snapshots.take(sequence.slot, slot.length // PAGE)
+                if place is not None:
+                    found.append((slot.table_index, place))
+        return found
+
+    def _write_states(self, packet: Packet, kept: KeptRows, slots: Sequence[Slot], inputs: Sequence[StepInput]) -> None:
+        """Write what recurrent states need: the replays of accepted tokens, where this step's nodes are kept, and which
+        tokens are of a prompt."""
+        replays, prompts = kept.take_pending(), list[int]()
+        base = first = kept.take(sum([sequence.tree.size for sequence in inputs]))
+        for slot, sequence in zip(slots, inputs, strict=True):
+            slot.kept = first
+            first += sequence.tree.size
+            known, chunk = sequence.prompt_tokens, len(sequence.chunk)
+            until_root = slot.length + chunk + 1 if chunk or not slot.length else 0
+            prompts.append(until_root if known is None else known)
+        packet.write_states(base % kept.capacity, *replays, prompts)
 
     def choose_kind(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
         """The kind of captured step to run for these inputs, whose sequences have `lengths` cached tokens."""
@@ -121,6 +151,11 @@ class Planner:
             raise ValueError(f"trees of {sum(sizes)} tokens do not fit into a pass of {self._most_rows} rows")
         if max(sizes) > MOST_NEEDED:
             raise ValueError(f"a tree of {max(sizes)} tokens is too large; a captured step has at most {MOST_NEEDED}")
+        if self._slots.kept is not None and sum(sizes) > MOST_STATE_NODES:
+            raise ValueError(
+                f"trees of {sum(sizes)} tokens are too large; a step of a model with recurrent states has at most "
+                f"{MOST_STATE_NODES}"
+            )
         if rows > self._most_rows:
             raise ValueError(
                 f"a step of {rows} rows does not fit into a pass of {self._most_rows}; run long prompts with "

@@ -69,3 +69,18 @@ class Rule(IntEnum):
     """the frequency penalty, 0 for none"""
     HAS_BIAS = 3
     """1 if the sequence has a logit bias, else 0"""
+
+
+class Walk(IntEnum):
+    """Tokens that follow each other, through which a recurrent state is updated, int32."""
+
+    SLOT = 0
+    """the state's slot"""
+    FRESH = 1
+    """1 if the first of the tokens begins its text, so that the state before it is zero"""
+    BEGIN = 2
+    """index of the first token in the list of rows (`order`)"""
+    COUNT = 3
+    """number of tokens"""
+    WRITE_FROM = 4
+    """the first of the tokens whose outputs this walk writes; others are written by other walks, or not needed"""

@@ -16,6 +16,7 @@ from lookahead.backends.base import Layers
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, Sampler, StepKind, TargetsKind
 from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
+from lookahead.backends.graph.layers.recurrent import replay
 from lookahead.backends.graph.matrices.products import products_of
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.model import GraphModel
@@ -26,9 +27,11 @@ from lookahead.backends.graph.preparing import (
     forward_kinds_ahead,
     usual_fallbacks,
 )
+from lookahead.backends.graph.records import Walk
 from lookahead.backends.graph.running import RunningStep, stream_of
 from lookahead.backends.graph.sizes import INVARIANT_NODES, INVARIANT_ROWS, MOST_NEEDED, PAGE
 from lookahead.backends.graph.state import Buffers, DeviceState
+from lookahead.backends.graph.states import new_states, shares_states
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.targets_packet import StepPacket
 from lookahead.models.facts import UnsupportedModelError
@@ -58,6 +61,7 @@ class Runner:
         model = GraphModel(decoder, self._ops, self._products, drop_pages=drop_pages)
         self._pass_rows = max(most_rows, INVARIANT_NODES)  # rows that may follow a sequence's cached tokens
         buffers = Buffers(model, self._ops, most_rows)
+        states = new_states(model.state_groups, most_rows, like, share=shares_states(decoder))
         if kv_tokens is None:
             kv_tokens = default_tokens(model.groups, longest_text(context), self._pass_rows, like)
         pages = group_pages(model.groups, kv_tokens, self._pass_rows)
@@ -65,6 +69,7 @@ class Runner:
             model=model,
             ops=self._ops,
             kv=new_kv(model.groups, pages, kv_tokens, longest_text(context), self._pass_rows, like),
+            states=states,
             buffers=buffers,
             capture=capture,
             pool=new_graph_pool(capture),
@@ -115,6 +120,8 @@ class Runner:
             self.move(overflow.commits, overflow.moves)
         if overflow.changes:
             self.kv.write_tables(overflow.changes)
+        if overflow.replays:
+            self.replay(overflow.replays, overflow.replayed)
         if kind.targets.adjusted and (packet.targets.table_rows or packet.targets.masks is not None):
             self.state.buffers.adjusting.receive(packet.targets)
         step.run()
@@ -152,7 +159,8 @@ class Runner:
             self.steps.forward_for(forward)
         for one in targets:
             self.steps.targets_for(one)
-        for kind in forward_kinds_ahead(self.traits, sequences) if self.state.capture else ():
+        ahead = self.state.capture and self.state.states is None
+        for kind in forward_kinds_ahead(self.traits, sequences) if ahead else ():
             for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
                 self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
 
@@ -197,6 +205,21 @@ class Runner:
         for cache, own in zip(self.kv.caches, moves, strict=True):
             cells = torch.tensor(own, dtype=torch.int32, device=self.device).view(-1, 2)
             self._ops.move_accepted(cache, counts, numbers, cells)
+
+    @torch.inference_mode()
+    def replay(self, walks: Sequence[int], rows: Sequence[int]) -> None:
+        """Replay accepted tokens into the recurrent states now, without a step. The numbers have the layout of a
+        packet's fields."""
+        assert self.state.states is not None
+        replays = torch.tensor(walks, dtype=torch.int32, device=self.device).view(-1, len(Walk))
+        count = torch.tensor([len(replays)], dtype=torch.int32, device=self.device)
+        replayed = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        replay(self.state.states, self.state.model.recurrent, self._ops, replays, count, replayed)
+
+    def copy_states(self, source: int, target: int) -> None:
+        """Copy the states of one slot, or snapshot, to another, after the work that was started before."""
+        assert self.state.states is not None
+        self.state.states.copy(source, target)
 
     def missing_pages(self, sequences: int, tokens: int) -> list[int]:
         """The pages that each group needs for `sequences` sequences of `tokens` tokens at once. Empty if there are

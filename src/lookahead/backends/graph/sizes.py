@@ -18,6 +18,10 @@ INVARIANT_ROWS = 128
 INVARIANT_NODES = 256
 """Maximum number of nodes of a tree in an invariant step."""
 
+MOST_STATE_NODES = 256
+"""Maximum nodes of all trees of a step of a model with recurrent states. The inputs of each node are kept in every such
+layer until they are accepted or dropped, and take about as much memory as K/V."""
+
 
 def bucket(rows: int) -> int:
     """The captured size of a step of this many rows."""

@@ -29,6 +29,7 @@ from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Drawing, ExpertReads, Ops, new_top_work
 from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
+from lookahead.backends.graph.states import RecurrentStates
 
 logger = logging.getLogger("lookahead")
 
@@ -68,6 +69,7 @@ class DeviceState:
     model: GraphModel
     ops: Ops
     kv: PagedKV
+    states: RecurrentStates | None
     buffers: Buffers
     capture: bool
     pool: Any
@@ -129,7 +131,11 @@ class Buffers:
     def __init__(self, model: GraphModel, ops: Ops, most_rows: int) -> None:
         like, vocabulary = model.like, model.head.head.out
         self._rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to this
-        self._memory = {name: like.new_zeros(self._rows * width) for name, width in model.buffers().items()}
+        wide = {"residual"} if model.residual_fp32 else set()
+        self._memory = {
+            name: like.new_zeros(self._rows * width, dtype=torch.float32 if name in wide else like.dtype)
+            for name, width in model.buffers().items()
+        }
         self.logits = model.head.new_logits(min(self._rows, MOST_NEEDED))
         self._compiled = ops.compiled
         self.results = like.new_zeros(len(self.logits), 1 + 2 * min(MAX_SUCCESSORS, vocabulary), dtype=torch.int32)

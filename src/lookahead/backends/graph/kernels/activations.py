@@ -51,8 +51,9 @@ def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activate(
-    x, bias, out, a, b, c, d,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, bias, out, a, b, c, d, gate_scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,6 +67,8 @@ def _activate(
         inner = inner + tl.load(bias + first, mask=inside, other=0.0)
         if GATED:
             up = up + tl.load(bias + second, mask=inside, other=0.0)
+    if SCALED:
+        inner = (inner.to(tl.float32) * gate_scale).to(inner.dtype)
     if GATED and ACTIVATION == "clamped":
         gate = tl.minimum(inner.to(tl.float32), a)
         wide = tl.minimum(tl.maximum(up.to(tl.float32), -a), a)
@@ -86,9 +89,10 @@ def activate(
     *,
     gated: bool = True,
     alternate: bool = False,
+    gate_scale: float = 1.0,
 ) -> None:
-    """out [M, width] = activation(gate) * up, where x [M, 2 width] has gate and up in its halves, before their bias;
-    or, if they `alternate`, in its even and odd columns.
+    """out [M, width] = activation(gate * gate_scale) * up, where x [M, 2 width] has gate and up in its halves, before
+    their bias; or, if they `alternate`, in its even and odd columns.
 
     Not `gated`: out = activation(x + bias), x [M, width]. bias [2 width] or [width], or None. `constants` are those of
     the activation.
@@ -97,8 +101,9 @@ def activate(
     block = min(1024, triton.next_power_of_2(width))
     a, b, c, d = (*constants, *[0.0] * (4 - len(constants)))
     _activate[(out.shape[0], triton.cdiv(width, block))](
-        x, bias, out, a, b, c, d,
-        WIDTH=width, BLOCK=block, GATED=gated, ALTERNATE=alternate, ACTIVATION=activation.value, num_warps=4,
+        x, bias, out, a, b, c, d, gate_scale,
+        WIDTH=width, BLOCK=block, SCALED=gate_scale != 1.0, GATED=gated, ALTERNATE=alternate,
+        ACTIVATION=activation.value, num_warps=4,
     )  # fmt: skip
 
 
@@ -120,3 +125,51 @@ def apply_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None) -
     rows, width = x.shape
     block = min(1024, triton.next_power_of_2(width))
     _apply_gate[(rows, triton.cdiv(width, block))](x, gate, bias, WIDTH=width, BLOCK=block, num_warps=4)
+
+
+@triton.jit
+def _apply_head_gates(x, source, bias, heads, size, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, blocks of columns)."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HEADS * DIM
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(heads + column // DIM, mask=inside, other=0) * DIM + column % DIM
+    given = tl.load(source + row * size + index, mask=inside, other=0.0)
+    if bias is not None:
+        given = given + tl.load(bias + index, mask=inside, other=0.0)
+    factor = (1 / (1 + tl.exp(-given.to(tl.float32)))).to(given.dtype)
+    at = x + row * (HEADS * DIM) + column
+    tl.store(at, tl.load(at, mask=inside, other=0.0) * factor, mask=inside)
+
+
+def apply_head_gates(
+    x: torch.Tensor, source: torch.Tensor, bias: torch.Tensor | None, heads: torch.Tensor, dim: int
+) -> None:
+    """x [M, H x dim] *= sigmoid(source + bias), where the gate of head h is head number heads[h] of source.
+
+    source [M or more, sources x dim], bias [sources x dim] or None, heads [H] int32.
+    """
+    rows, width = x.shape
+    block = min(1024, triton.next_power_of_2(width))
+    _apply_head_gates[(rows, triton.cdiv(width, block))](
+        x, source, bias, heads, source.shape[1], DIM=dim, HEADS=width // dim, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale(x, bias, out, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, blocks of columns)."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if bias is not None:
+        value = value + tl.load(bias + column, mask=inside, other=0.0)
+    tl.store(out + at, (value.to(tl.float32) * factor).to(value.dtype), mask=inside)
+
+
+def scale(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, factor: float) -> None:
+    """out [M, width] = (x + bias) * factor, for x [M or more, width], which may be `out`; bias [width] or None."""
+    rows, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    _scale[(rows, triton.cdiv(width, block))](x, bias, out, factor, WIDTH=width, BLOCK=block, num_warps=4)

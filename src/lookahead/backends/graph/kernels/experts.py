@@ -108,7 +108,7 @@ def _of_kept_groups(
 @triton.jit
 def _choose(
     logits, bias, choice_bias, expert_scale, sequence_of, chosen, weights, shared, table, counts, tiles, numbers,
-    stride, rows, capacity, scale, jitter,
+    stride, rows, capacity, scale, jitter, sum_eps,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, WIDTH: tl.constexpr, TOP_WIDTH: tl.constexpr, SCORING: tl.constexpr,
     NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -154,7 +154,7 @@ def _choose(
         found = tl.where(inside, tl.exp(found - tl.max(tl.where(inside, found, float("-inf")), 0)), 0.0)
         found = found / tl.sum(found, 0)
     if NORMALISED:
-        found = found / tl.maximum(tl.sum(tl.where(inside, found, 0.0), 0), 1e-20)
+        found = found / tl.maximum(tl.sum(tl.where(inside, found, 0.0), 0) + sum_eps, 1e-20)
     found = found * scale
     if expert_scale is not None:
         found *= tl.load(expert_scale + experts, mask=inside, other=0.0).to(tl.float32)
@@ -198,7 +198,7 @@ def choose_experts(
     _choose[(rows,)](
         logits, bias, router.choice_bias, router.expert_scale, sequence_of, out.chosen, out.weights, out.shared,
         out.table, out.counts, out.tiles, out.numbers, logits.stride(0), rows, out.capacity, router.scale,
-        router.jitter, EXPERTS=experts, TOP=router.top_k, WIDTH=triton.next_power_of_2(experts),
+        router.jitter, router.sum_eps, EXPERTS=experts, TOP=router.top_k, WIDTH=triton.next_power_of_2(experts),
         TOP_WIDTH=triton.next_power_of_2(router.top_k), SCORING=SCORINGS[router.scoring],
         NORMALISED=router.normalised, GROUPS=router.groups, KEPT=router.kept_groups, BEST=router.group_best,
         GATED=gated, BLOCK_M=block, num_warps=1,

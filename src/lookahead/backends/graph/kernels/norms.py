@@ -101,6 +101,8 @@ def _add_norm(
             x = (x.to(tl.float32) * tl.load(output_scale).to(tl.float32)).to(x.dtype)
         if rows is None:
             tl.store(residual + source * WIDTH + column, x, mask=inside)
+    if rows is None:
+        x = x.to(out_1.dtype.element_ty)  # a stream in fp32 is rounded before a block reads it
     normed = x
     if PRE_1:
         normed = norm_columns(x, gain, shift, pre_1_eps, inside, WIDTH, PRE_1, PRE_1_OFFSET)

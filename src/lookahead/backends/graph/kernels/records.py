@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.records import Draw, Rule, SequenceRecord, Tile
+from lookahead.backends.graph.records import Draw, Rule, SequenceRecord, Tile, Walk
 
 SEQUENCE_SIZE = tl.constexpr(len(SequenceRecord))
 SEQUENCE_SLOT = tl.constexpr(int(SequenceRecord.SLOT))
@@ -30,6 +30,13 @@ TOP_K = tl.constexpr(int(Draw.TOP_K))
 TOP_P = tl.constexpr(int(Draw.TOP_P))
 MIN_P = tl.constexpr(int(Draw.MIN_P))
 UNIFORM = tl.constexpr(int(Draw.UNIFORM))
+
+WALK_SIZE = tl.constexpr(len(Walk))
+WALK_SLOT = tl.constexpr(int(Walk.SLOT))
+WALK_FRESH = tl.constexpr(int(Walk.FRESH))
+WALK_BEGIN = tl.constexpr(int(Walk.BEGIN))
+WALK_COUNT = tl.constexpr(int(Walk.COUNT))
+WALK_WRITE_FROM = tl.constexpr(int(Walk.WRITE_FROM))
 
 RULE_SIZE = tl.constexpr(len(Rule))
 REPETITION = tl.constexpr(int(Rule.REPETITION))
@@ -65,6 +72,26 @@ def load_tile(tiles, tile, BLOCK_M: tl.constexpr):
     rows, first_query = tl.load(record + TILE_ROWS), tl.load(record + TILE_BLOCK) * BLOCK_M
     is_tree, slot = tl.load(record + TILE_IS_TREE), tl.load(record + TILE_SLOT)
     return end, first_row, rows, first_query, is_tree, slot
+
+
+@triton.jit
+def load_walk(walks, walk):
+    """Slot, freshness, begin, number of tokens and first written token of a walk."""
+    record = walks + WALK_SIZE * walk
+    slot, fresh = tl.load(record + WALK_SLOT), tl.load(record + WALK_FRESH)
+    begin, count = tl.load(record + WALK_BEGIN), tl.load(record + WALK_COUNT)
+    return slot, fresh, begin, count, tl.load(record + WALK_WRITE_FROM)
+
+
+@triton.jit
+def store_walk(walks, walk, slot, fresh, begin, count, write_from, mask):
+    """Write the walks of these numbers [n], each field [n], where `mask` is true."""
+    record = walks + WALK_SIZE * walk
+    tl.store(record + WALK_SLOT, slot, mask=mask)
+    tl.store(record + WALK_FRESH, fresh, mask=mask)
+    tl.store(record + WALK_BEGIN, begin, mask=mask)
+    tl.store(record + WALK_COUNT, count, mask=mask)
+    tl.store(record + WALK_WRITE_FROM, write_from, mask=mask)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def embed(
     """As `ends.embed`."""
     for token, other in () if aliases is None else aliases.tolist():
         tokens = tokens.where(tokens != token, other)
-    torch.index_select(table, 0, tokens, out=out)
+    out.copy_(table[tokens.long()])
     if scale != 1.0:
         out *= scale
     if position_table is not None:
@@ -53,6 +53,7 @@ def add_norm(
         x = x * output_scale
     if deltas and rows is None:
         residual[chosen] = x
+    x = x.to(outs[0].dtype) if rows is None else x
     for norm, out in zip(norms, outs, strict=True):
         out.copy_(reference_parts.norm(norm, x))
 
@@ -66,10 +67,12 @@ def activate(
     *,
     gated: bool = True,
     alternate: bool = False,
+    gate_scale: float = 1.0,
 ) -> None:
     """As `activations.activate`."""
     inner = x[: len(out)] if bias is None else x[: len(out)] + bias
     gate, up = (inner[:, ::2], inner[:, 1::2]) if alternate else inner.chunk(2, dim=-1) if gated else (inner, None)
+    gate = gate * gate_scale if gate_scale != 1.0 else gate
     if up is not None and activation is Activation.CLAMPED:
         out.copy_(reference_parts.gated(activation, constants, gate.float(), up.float()))
         return
@@ -80,6 +83,20 @@ def activate(
 def apply_gate(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None) -> None:
     """As `activations.apply_gate`."""
     x *= torch.sigmoid(gate[: len(x)] if bias is None else gate[: len(x)] + bias)
+
+
+def apply_head_gates(
+    x: torch.Tensor, source: torch.Tensor, bias: torch.Tensor | None, heads: torch.Tensor, dim: int
+) -> None:
+    """As `activations.apply_head_gates`."""
+    given = source[: len(x)] if bias is None else source[: len(x)] + bias
+    x *= torch.sigmoid(given.view(len(x), -1, dim)[:, heads.long()].flatten(1))
+
+
+def scale(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, factor: float) -> None:
+    """As `activations.scale`."""
+    value = x[: len(out)] if bias is None else x[: len(out)] + bias
+    out.copy_(value * factor)
 
 
 def last_columns(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

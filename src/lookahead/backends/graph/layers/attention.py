@@ -17,20 +17,35 @@ from lookahead.models.spec import Attention
 
 
 class AttentionLayer:
-    """normed -> delta: writes the step's keys and values to their pages, then attends to prefix and tree. The norm that
-    adds delta adds the bias of `out`.
+    """normed -> delta, or from and to other buffers: writes the step's keys and values to their pages, then attends to
+    prefix and tree. The norm that adds delta adds the bias of `out`, unless `adds_bias` is false.
 
     The layer reads the keys and values of layer number `index` of the model's attention group number `group`: its own,
     or with `spec.kv_layer` those of an earlier layer.
     """
 
-    def __init__(self, spec: Attention, group: int, index: int, ops: Ops, matrices: Matrices) -> None:
+    def __init__(
+        self,
+        spec: Attention,
+        group: int,
+        index: int,
+        ops: Ops,
+        matrices: Matrices,
+        source: str = "normed",
+        target: str = "delta",
+        *,
+        adds_bias: bool = True,
+    ) -> None:
         self.spec, self.group, self.index, self._ops = spec, group, index, ops
+        self._source, self.target = source, target
         self.shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim)
         self.qkv, self.out = matrices.lower(spec.qkv), matrices.lower(spec.out)
         self.gate = None if spec.output_gate is None else matrices.lower(spec.output_gate)
-        device, order = self.qkv.device, spec.head_order
-        heads = None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
+        self.output_bias = self.out.bias if adds_bias else None
+        heads, self._gate_heads = (
+            None if order is None else torch.tensor(order, dtype=torch.int32, device=self.qkv.device)
+            for order in (spec.head_order, spec.gate_heads)
+        )
         self._projections = replace(_projections(spec), bias=self.qkv.bias, order=heads)
 
     @staticmethod
@@ -61,7 +76,7 @@ class AttentionLayer:
     def buffers(self) -> dict[str, int]:
         wide = self.shape.heads * self.shape.dim
         hidden = self.qkv.width
-        widths = {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
+        widths = {self._source: hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, self.target: self.out.out}
         if self._projections.needs_norm_heads:
             widths["heads"] = self._projections.total * self.shape.dim
         if self.gate is not None:
@@ -71,7 +86,7 @@ class AttentionLayer:
     def plan(self, step: StepContext) -> Run:
         ops, spec = self._ops, self.spec
         size, buffers = step.kind.rows, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
-        normed, qkv, mixed, delta = buffers["normed"], buffers["qkv"], buffers["mixed"], buffers["delta"]
+        normed, qkv, mixed, delta = (buffers[name] for name in (self._source, "qkv", "mixed", self.target))
         q, attended = (buffers[name][:size].view(size, *self.shape[::2]) for name in ("q", "mixed"))
         rows, tiles, work = step.rows[self.group], step.tiles[self.group], step.work[self.group]
         keys, values = step.kv.caches[self.group][self.index]
@@ -91,6 +106,7 @@ class AttentionLayer:
         multiply_in, multiply_out = self.qkv.plan(size), self.out.plan(size)
         multiply_gate = None if self.gate is None else self.gate.plan(size)
         gate, gate_bias = buffers.get("output_gate", qkv), None if self.gate is None else self.gate.bias
+        gate_heads, own_bias, dim = self._gate_heads, self.qkv.bias, self.shape.dim
 
         def run() -> None:
             multiply_in(normed, qkv)
@@ -101,6 +117,8 @@ class AttentionLayer:
             if multiply_gate is not None:
                 multiply_gate(normed, gate)
                 ops.apply_gate(mixed[:size], gate, gate_bias)
+            if gate_heads is not None:
+                ops.apply_head_gates(mixed[:size], qkv, own_bias, gate_heads, dim)
             multiply_out(mixed, delta)
 
         return run

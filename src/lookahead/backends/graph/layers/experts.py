@@ -13,6 +13,7 @@ from lookahead.backends.graph.matrices.experts import StackedExperts
 from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
 from lookahead.backends.graph.ops import Ops
 from lookahead.models import reference
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import MoE
 
 SHARED = "shared"
@@ -31,6 +32,14 @@ class MoELayer:
         self.shared = None if spec.shared is None else FeedForwardLayer(spec.shared, ops, matrices, source, SHARED)
         if ops.experts is not None:
             ops.experts.reserve_router(self._router, top_k)
+
+    @staticmethod
+    def check_experts(spec: MoE) -> None:
+        """Raise UnsupportedModelError for what the kernels do not support."""
+        if spec.latent_in is not None:
+            raise UnsupportedModelError("its experts read a projection of their input")
+        for experts in (spec.gate_up, spec.down):
+            StackedExperts.check(experts)
 
     @property
     def bias(self) -> None:
@@ -79,7 +88,9 @@ class MoELayer:
         def run() -> None:
             choose(source, sequence_of)
             multiply_in(source, gate_up)
-            ops.activate(gate_up, None, active, spec.activation, spec.constants, alternate=spec.alternate)
+            ops.activate(
+                gate_up, None, active, spec.activation, spec.constants, gated=spec.gated, alternate=spec.alternate
+            )
             multiply_out(active, parts)
             if run_shared is not None:
                 run_shared()

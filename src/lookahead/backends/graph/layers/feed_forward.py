@@ -22,7 +22,7 @@ class FeedForwardLayer:
     @property
     def bias(self) -> torch.Tensor | None:
         """What is to be added to the output."""
-        return self.down.bias
+        return self.down.bias if self.spec.out_scale == 1.0 else None
 
     @property
     def matrices(self) -> list[LoweredMatrix]:
@@ -41,11 +41,14 @@ class FeedForwardLayer:
         rows, buffers = step.kind.rows, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
         source, gate_up, active, target = buffers.values()
         multiply_in, multiply_out = self.gate_up.plan(rows), self.down.plan(rows)
-        spec, bias = self.spec, self.gate_up.bias
+        spec, bias, out_bias = self.spec, self.gate_up.bias, self.down.bias
+        options = {"gated": spec.gated, "gate_scale": spec.gate_scale}
 
         def run() -> None:
             multiply_in(source, gate_up)
-            self._ops.activate(gate_up, bias, active[:rows], spec.activation, spec.constants, gated=spec.gated)
+            self._ops.activate(gate_up, bias, active[:rows], spec.activation, spec.constants, **options)
             multiply_out(active, target)
+            if spec.out_scale != 1.0:
+                self._ops.scale(target, out_bias, target[:rows], spec.out_scale)
 
         return run

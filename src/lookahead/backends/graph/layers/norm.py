@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,6 +33,31 @@ class Addition:
     outputs: tuple[LayerOutput, ...] = ()
     scale: float = 1.0
     output_scale: torch.Tensor | None = None
+
+
+class ScaleLayer:
+    """target = (source + bias) * factor: of what one of two mixers reads, or adds to the stream."""
+
+    def __init__(
+        self, source: str, bias: torch.Tensor | None, target: str, factor: float, width: int, ops: Ops
+    ) -> None:
+        self._source, self._bias, self._target, self._factor, self._width = source, bias, target, factor, width
+        self._ops = ops
+
+    @property
+    def matrices(self) -> list[Any]:
+        return []
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self._bias is None else [self._bias]
+
+    def buffers(self) -> dict[str, int]:
+        return dict.fromkeys([self._source, self._target], self._width)
+
+    def plan(self, step: StepContext) -> Run:
+        source, target = (step.buffers.rows(name, self._width) for name in (self._source, self._target))
+        return partial(self._ops.scale, source, self._bias, target[: step.kind.rows], self._factor)
 
 
 class NormLayer:

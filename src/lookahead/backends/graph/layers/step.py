@@ -11,6 +11,7 @@ import torch
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.kv import PagedKV
+from lookahead.backends.graph.states import StepStates
 
 Run = Callable[[], None]
 """The work of a layer in every pass of one kind, on fixed input and output buffers."""
@@ -29,7 +30,8 @@ class StepContext:
     """A forward pass of one kind that the layers plan for, before it is captured.
 
     `views` are the packet's fields on the device. For each attention group of the model: `rows`, the step's rows and
-    their K/V cells; `tiles`, the launch parameters of attention; and `work`, the workspace of attention.
+    their K/V cells; `tiles`, the launch parameters of attention; and `work`, the workspace of attention. `states` are
+    those of recurrent layers; None in a model without.
     """
 
     kind: ForwardKind
@@ -39,3 +41,4 @@ class StepContext:
     rows: Sequence[Rows]
     tiles: Sequence[Any]
     work: Sequence[Any]
+    states: StepStates | None = None

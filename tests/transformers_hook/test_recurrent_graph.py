@@ -1,0 +1,46 @@
+"""`model.generate` with the hook on models with recurrent states, on the graph backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from marks import slow_but
+from model_table_recurrent import RECURRENT_ROWS
+from tiny import PROMPTS, tiny
+
+import lookahead
+from lookahead.models.facts import UnsupportedModelError
+
+ROWS = {name: (kind, changes) for name, kind, changes in RECURRENT_ROWS}
+SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
+NAMES = ("qwen3.5", "granite-mamba", "lfm2")
+
+
+def make(name: str) -> Any:
+    kind, changes = ROWS[name]
+    return tiny(kind, **changes)
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, "granite-mamba"))
+def test_tokens_are_those_of_generate(name: str) -> None:
+    """One prompt, then the next call with the same backend, and a batch behind padding."""
+    model, decoding = make(name), lookahead.decoding(backend="graph")
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        ids = torch.tensor([prompt])
+        assert torch.equal(
+            model.generate(ids, custom_generate=decoding, **SETTINGS), make(name).generate(ids, **SETTINGS)
+        )
+    padded = torch.tensor([[0] * 4 + list(PROMPTS[0]), list(PROMPTS[3])])
+    mask = (torch.arange(10) >= torch.tensor([[4], [0]])).long()
+    found = model.generate(padded, attention_mask=mask, custom_generate=decoding, **SETTINGS)
+    assert torch.equal(found, make(name).generate(padded, attention_mask=mask, **SETTINGS))
+
+
+def test_a_cache_with_states_is_refused() -> None:
+    """It is neither left behind nor taken over: one line says what to leave out."""
+    model, ids = make("granite-mamba"), torch.tensor([PROMPTS[0]])
+    decoding = lookahead.decoding(backend="graph")
+    with pytest.raises(UnsupportedModelError, match="neither begins from a cache with recurrent states nor leaves one"):
+        model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **SETTINGS)
