@@ -81,7 +81,7 @@ class Maker:
     ) -> Block:
         fields = {
             "mixer_norm": self.norm(),
-            "attention": attention or self.attention(),
+            "mixer": attention or self.attention(),
             "feed_forward_norm": self.norm(),
             "feed_forward": feed_forward or self.feed_forward(),
         }
