@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inflate_experts import SHAPES, load_in
+from inflate_hybrids import SHAPES, load_in
 
 import lookahead
 from lookahead.bench.gpu.batch import Load, measure

@@ -9,14 +9,11 @@ by, for exactness: then every token depends on the states, and the text is still
   norm's weight undoes it. So heads must be wider than the small model's, and the model in fp32 or bf16.
 - Mamba-2 is that of Granite 4 without experts, whose attention and feed-forward are Llama's.
 - The feed-forwards of added layers add nothing. Decays and time steps are drawn as where training starts.
-
-`random_hybrid` has random weights, in the shape of a published model.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import Shape, shape
 from inflate import (
-    MODEL_SHAPES,
     ModelShape,
     check_shape,
     head_dim,
@@ -38,7 +33,10 @@ from inflate import (
     put_norm,
     shaped_load,
 )
-from inflate_experts import allocated, calibration
+from inflate_experts import SHAPES as OTHER_SHAPES
+from inflate_experts import calibration
+from inflate_experts import load_in as load_in_other
+from random_hybrids import FULL, LINEAR, allocated_hybrid, draw_weights
 
 import lookahead
 
@@ -50,7 +48,6 @@ GATE = 64.0
 """The bias of a gate: its sigmoid is 1, whatever the random weights add to it."""
 CALIBRATED = 256
 """Tokens of text that what the added layers add is scaled by."""
-LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,7 @@ HYBRID_SHAPES = {
     **SPEED_SHAPES,
     **{f"{name}-states": replace(shape, strength=STRENGTH) for name, shape in SPEED_SHAPES.items()},
 }
-RANDOM_HYBRIDS: dict[str, Shape] = {
-    "qwen3.5-9b": shape("Qwen3_5Text", 4096, 12288, 32, 16, 4, 248320, head_dim=256),
-    "granite-4-h-tiny": shape(
-        "GraniteMoeHybrid", 1536, 512, 40, 12, 4, 100352, num_local_experts=64, num_experts_per_tok=6,
-        shared_intermediate_size=1024, mamba_n_heads=48, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128,
-        mamba_expand=2, layer_types=[FULL if layer % 10 == 5 else LINEAR for layer in range(40)],
-        embedding_multiplier=12.0, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6.0,
-        tie_word_embeddings=True,
-    ),
-}  # fmt: skip
-"""Qwen3.5-9B: 32 layers, 3 of 4 with gated delta nets of 16 key heads and 32 value heads of 128, the others with 16
-query heads and 4 K/V heads of 256, feed-forwards of 12,288. It is what its config class has for a default.
-Granite-4-H-Tiny: 40 layers, of which 5, 15, 25 and 35 have attention with 12 query heads and 4 K/V heads of 128 and
-without positions, the others Mamba-2 with 48 heads of 64 and states of 128; 64 experts of 512, of which 6 are chosen,
-and a shared one of 1,024."""
-SHAPES = {**MODEL_SHAPES, **HYBRID_SHAPES}
+SHAPES = {**OTHER_SHAPES, **HYBRID_SHAPES}
 
 
 @torch.no_grad()
@@ -119,9 +101,7 @@ def inflate_hybrid(model: Any, shape: HybridShape, ids: list[int], *, dtype: tor
     """
     check_hybrid(model, shape)
     small, device = model.config, str(model.device)
-    large = allocated(
-        f"{shape.kind.removesuffix('Text')}ForCausalLM", _config(small, shape, dtype or model.dtype), device
-    )
+    large = allocated_hybrid(shape.kind, _config(small, shape, dtype or model.dtype), device)
     large.generation_config = copy.deepcopy(model.generation_config)
     generator = torch.Generator(device).manual_seed(0)
     draw_weights(large, generator)
@@ -154,10 +134,6 @@ def inflate_hybrid(model: Any, shape: HybridShape, ids: list[int], *, dtype: tor
     if shape.strength:
         _let_add(large, mixers, shape.strength, small.hidden_size, ids, generator)
     return large
-
-
-def _allocated(kind: str, config: Any, device: str) -> Any:
-    return allocated(f"{kind.removesuffix('Text')}ForCausalLM", config, device)
 
 
 def check_hybrid(model: Any, shape: HybridShape) -> None:
@@ -249,27 +225,6 @@ def _mlp(block: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return block.mlp.gate_proj.weight, block.mlp.up_proj.weight, block.mlp.down_proj.weight
 
 
-def draw_weights(model: Any, generator: torch.Generator) -> None:
-    """Random weights, norms of 1, and decays and time steps as where the training of such models starts: states keep
-    what they read for 1 to 1,000 tokens. What goes into states is about 1 in size, whatever the model's width is."""
-    for name, parameter in model.named_parameters():
-        kind = name.rpartition(".")[2]
-        if "norm" in name:
-            shifted = "Qwen3_5" in type(model).__name__ and not name.endswith("linear_attn.norm.weight")
-            parameter.fill_(0 if shifted else 1)
-        elif kind == "A_log":
-            parameter.copy_(torch.empty_like(parameter).uniform_(1, 16, generator=generator).log())
-        elif kind == "dt_bias":
-            least, most = math.log(0.001), math.log(0.1)
-            steps = torch.empty_like(parameter, dtype=torch.float32).uniform_(least, most, generator=generator).exp()
-            parameter.copy_(steps.expm1().log())
-        elif kind == "D":
-            parameter.fill_(1)
-        else:
-            mixes = "in_proj" in name or "conv1d.weight" in name
-            parameter.normal_(std=parameter.shape[-1] ** -0.5 if mixes else 0.02, generator=generator)
-
-
 def _let_add(
     large: Any, mixers: list[Any], strength: float, hidden: int, ids: list[int], generator: torch.Generator
 ) -> None:
@@ -302,19 +257,6 @@ def _size(x: torch.Tensor) -> float:
     return float(x.float().square().mean(-1).sqrt().median())
 
 
-@torch.no_grad()
-def random_hybrid(shape: Shape, device: str = "cuda", *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
-    """A model of this shape with random weights."""
-    kind, fields = shape
-    config = getattr(transformers, f"{kind}Config")(**{**fields, **changes})
-    config.dtype = dtype
-    model = _allocated(kind, config, device)
-    model.tie_weights()
-    draw_weights(model, torch.Generator(device).manual_seed(0))
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def make_hybrid(small: Any, name: str) -> Any:
     """A loaded small model in one of HYBRID_SHAPES."""
     ids = calibration(small.tokenizer, small.model)
@@ -323,7 +265,9 @@ def make_hybrid(small: Any, name: str) -> Any:
 
 def load_in(name: str, load: Callable[..., Any] = lookahead.load) -> Callable[..., Any]:
     """`lookahead.load`, but the model comes in one of SHAPES."""
-    return shaped_load(name, load, partial(make_hybrid, name=name) if name in HYBRID_SHAPES else None)
+    if name in HYBRID_SHAPES:
+        return shaped_load(name, load, partial(make_hybrid, name=name))
+    return load_in_other(name, load)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import torch
 import transformers
 from inflate_hybrids import (
     HYBRID_SHAPES,
-    RANDOM_HYBRIDS,
     HybridShape,
     delta_fields,
     inflate_hybrid,
     mamba_fields,
-    random_hybrid,
 )
 from model_table import error
+from random_hybrids import RANDOM_HYBRIDS, random_hybrid
 from tiny import tiny
 
 from lookahead.models import reference
