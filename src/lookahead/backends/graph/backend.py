@@ -33,7 +33,7 @@ from lookahead.backends.graph.planner import Planner
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
 from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, PAGE, ROW_SIZES, bucket
-from lookahead.backends.support import check_supported
+from lookahead.backends.support import check_supported, check_trees
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
@@ -70,6 +70,7 @@ class GraphBackend:
         adopts_prompts: bool = False,
     ) -> None:
         check_supported(model)
+        check_trees(model)
         decoder = read(model, "graph") if description is None else description
         if not (decoder.causal_prompt or adopts_prompts):
             raise UnsupportedModelError(
