@@ -11,11 +11,13 @@ import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.chains import ChainBackend
 from lookahead.backends.failures import CompilerError, brief, clear_errors
 from lookahead.backends.probe import probe
 from lookahead.backends.support import check_supported, input_device
 from lookahead.config import BACKENDS
 from lookahead.models.facts import UnsupportedModelError, first_line
+from lookahead.models.patches import patch_of
 from lookahead.models.read import read
 
 logger = logging.getLogger("lookahead")
@@ -42,8 +44,22 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
         except UnsupportedModelError as error:
             if log is not None:
                 log(f"note: {first_line(error)}; the eager backend runs it")
-            return EagerBackend(model)
-    return graph_or_eager(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
+            return eager_backend(model, log)
+    return graph_or_eager(model, name, lambda: graph_backend(model), lambda: eager_backend(model, log), log)
+
+
+def eager_backend(model: Any, log: Callable[[str], None] | None = None) -> Backend:
+    """Create and probe a backend that runs the model's own forward pass: over trees, or else over chains."""
+    try:
+        return EagerBackend(model)
+    except UnsupportedModelError as error:
+        if patch_of(model.modules()) is not None:
+            raise
+        reason = first_line(error)
+    backend = ChainBackend(model)
+    if log is not None:
+        log(f"note: {reason}; its steps are chains, in its own cache")
+    return backend
 
 
 Graph = TypeVar("Graph")

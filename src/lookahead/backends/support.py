@@ -68,6 +68,16 @@ def check_trees(model: Any) -> None:
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
 
 
+def runs_trees(model: Any) -> bool:
+    """Whether `check_trees` and `check_own_forward` have nothing against this model; a probe may find more."""
+    try:
+        check_trees(model)
+        check_own_forward(model)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def check_own_forward(model: Any) -> None:
     """As `check_supported`, for the eager backend, which runs trees in the model's own forward pass."""
     config = model.config.get_text_config(decoder=True)

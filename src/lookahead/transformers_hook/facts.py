@@ -34,6 +34,7 @@ class ModelFacts:
     whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
     `broken` is why its kernels do not compile, if they do not: it is tried once. `graph_calls` is the number of calls
     that used it.
+    `chains` is why trees cannot run, if a probe has found that and chains can; `joins` is `ChainBackend.joins`.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -50,6 +51,8 @@ class ModelFacts:
     broken: str | None = None
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
+    chains: str = ""
+    joins: bool = False
     logged: set[str] = field(default_factory=set)
 
     def log_once(self, line: str) -> None:

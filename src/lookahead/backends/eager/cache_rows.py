@@ -63,6 +63,11 @@ def can_join(cache: Any) -> bool:
     return type(cache) is DynamicCache and all(type(layer).__name__ in JOINED_LAYERS for layer in cache.layers)
 
 
+def has_keys(cache: Any) -> bool:
+    """Whether one of its layers holds keys of tokens, not only states."""
+    return any(getattr(layer, "keys", None) is not None for layer in cache.layers)
+
+
 def joined(caches: Sequence[Any], masks: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
     """One cache of these sequences, and its mask [B, T].
 

@@ -43,7 +43,7 @@ def probe_chains(backend: ChainBackend) -> None:
         raise refusal(model, f"its forward pass fails on token ids alone ({first_line(error)})") from error
     for own in (*in_a_row, *one_by_one):
         check_finite(model, own)
-    _compare(
+    check_close(
         backend, in_a_row, one_by_one,
         "its passes over single tokens give other logits than one pass over all of them",
     )  # fmt: skip
@@ -59,7 +59,7 @@ def probe_chains(backend: ChainBackend) -> None:
         raise refusal(model, reason) from error
     cause = why_not(model) or "it does not continue from the state that its cache holds"
     for found in ours:
-        _compare(backend, found, one_by_one, f"its pass over several tokens gives other logits than single tokens: {cause}")
+        check_close(backend, found, one_by_one, f"its pass over several tokens gives other logits than single tokens: {cause}")
     # 3. Rows of a batch, one of them padded.
     backend.joins = backend.joins and _joins(backend, prefix, [root, child])
 
@@ -83,9 +83,10 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def _compare(
+def check_close(
     backend: ChainBackend, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], reason: str
 ) -> None:
+    """Refuse the model for this reason if its logits are not those that are expected."""
     close = closeness(backend)
     allowed = close if close == TOLERANCE_HALF else TOLERANCE
     distance = max(relative(own, other) for own, other in zip(found, expected, strict=True))
@@ -110,11 +111,13 @@ def _own(backend: ChainBackend, passes: Sequence[Sequence[int]]) -> list[torch.T
 def _logits_after(
     backend: ChainBackend, prefix: Sequence[int], path: Sequence[int], first: Sequence[int], right: int
 ) -> list[torch.Tensor]:
-    """The logits [V] after each token of `path`, in two steps. The `first` chain agrees with the path for `right`
-    tokens, and the second is the rest of the path."""
+    """The logits [V] after each token of `path`, in two steps after the prefix. The `first` chain agrees with the path
+    for `right` tokens, and the second is the rest of the path."""
     slot, text = backend.open(), [*prefix, *path]
     try:
-        rows = list(_step(backend, slot, prefix, first))[:right]
+        _step(backend, slot, prefix[:-1], prefix[-1:])
+        backend.commit([(slot, ())])
+        rows = list(_step(backend, slot, (), first))[:right]
         backend.commit([(slot, range(1, right))])
         known = len(prefix) + right
         rows += _step(backend, slot, text[backend.length(slot) : known], text[known:])

@@ -24,7 +24,7 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.tree import below_chunk
 from lookahead.backends.base import NO_LIMIT, CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.eager.backend import KERNELS, PREFILL_CHUNK, Launched, PassOutput
-from lookahead.backends.eager.cache_rows import can_join, copied, joined, row_of
+from lookahead.backends.eager.cache_rows import can_join, copied, has_keys, joined, row_of
 from lookahead.backends.eager.reading import per_token, read_logits, shifted
 from lookahead.backends.failures import memory_error
 from lookahead.backends.support import check_supported, input_device
@@ -71,7 +71,7 @@ class ChainBackend:
         self.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config(decoder=True)
-        self.max_length = context_length(config)
+        self.max_length = context_length(config, own_masks=True)
         self.vocab_size: int = config.vocab_size
         self.capabilities = Capabilities(
             "eager",
@@ -92,7 +92,7 @@ class ChainBackend:
         self._arguments = dict(arguments or {})
         self._keeps_outputs = bool(self._arguments.get("output_hidden_states"))
         self.outputs: dict[int, PassOutput] = {}
-        self.joins = self._takes_positions  # the probe may find that rows of a batch differ from single sequences
+        self.joins = True  # the probe may find that rows of a batch differ from single sequences
         self._group: dict[int, Group] = {}  # slots with cached tokens
         self._length: dict[int, int] = {}
         self._offset: dict[int, Sequence[int]] = {}  # slot -> position of its first token, per axis
@@ -173,7 +173,7 @@ class ChainBackend:
         chunk, drafted = sequence.chunk, sequence.tree.size - 1
         if drafted == 0 or len(chunk) <= (RERUN_ROWS if drafted > 0 else 0):
             return sequence
-        self._append([sequence.slot], np.asarray(chunk)[None], [len(chunk) - 1])
+        self.append([sequence.slot], np.asarray(chunk)[None], [len(chunk) - 1])
         return replace(sequence, chunk=())
 
     def _batches(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
@@ -198,7 +198,9 @@ class ChainBackend:
         return alone
 
     def _can_join(self, group: Group) -> bool:
-        return self.joins and can_join(group.cache)
+        """Whether hidden positions before its first token change nothing. A model that counts cached positions itself
+        counts these, too."""
+        return self.joins and can_join(group.cache) and (self._takes_positions or not has_keys(group.cache))
 
     def _forward(self, inputs: list[StepInput]) -> tuple[torch.Tensor, list[int]]:
         """Run one batch of equal widths. Returns logits [B, R, V] at every index that one of its inputs needs, and
@@ -215,7 +217,7 @@ class ChainBackend:
         before = self._gather(slots)
         if drafts and before is not None:
             self._set_group(Group(copied(before.cache), before.mask, slots))
-        output = self._append(slots, np.asarray([chain.tokens for chain in chains]), indices)
+        output = self.append(slots, np.asarray([chain.tokens for chain in chains]), indices)
         for index, sequence in enumerate(inputs):
             self._last[sequence.slot] = Uncommitted(sequence.tree.size - 1, before)
             if self._keeps_outputs:
@@ -224,7 +226,8 @@ class ChainBackend:
         logits: torch.Tensor = output.logits
         return logits if self._selects_logits else logits[:, indices], indices
 
-    def _append(self, slots: list[int], tokens: np.ndarray[Any, Any], indices: list[int]) -> Any:
+    @torch.inference_mode()
+    def append(self, slots: list[int], tokens: np.ndarray[Any, Any], indices: list[int]) -> Any:
         """Run tokens [B, T] after the texts of these slots, whose caches change. Returns the model's output, with
         logits at these indices at least."""
         group = self._gather(slots)
@@ -299,9 +302,10 @@ class ChainBackend:
             self._length[slot], self._offset[slot] = length, offset
 
     @torch.inference_mode()
-    def own_cache(self, slot: int) -> Any:
-        """A slot's cache, of a batch of one. Further steps do not change it."""
-        return copied(self._row(slot).cache)
+    def cache_of_rows(self, slots: Sequence[int]) -> Any:
+        """The cache of these slots. Further steps do not change it."""
+        group = self._gather(list(slots))
+        return None if group is None else copied(group.cache)
 
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         raise NotImplementedError("keys and values are not all that this model caches; use `adopt_cache`")
