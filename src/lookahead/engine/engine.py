@@ -48,7 +48,7 @@ class Engine:
         self._scheduler = Scheduler(backend, max_sequences, max_mixed_rows)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
-        self._drafting = Drafting(budget, pads=backend.capabilities.pads)
+        self._drafting = Drafting(budget, pads=backend.capabilities.pads, chains=not backend.capabilities.branches)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._running_step = NO_STEP
         self._last_results: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
@@ -171,11 +171,11 @@ class Engine:
         seconds = finished.time - step.time
         if step.first is None or self.backend.captures != step.captures:
             return finished  # nothing has run, or the time of a capture, which says nothing about the next step
-        if self.budget.cost is not None and len(step.batches) == 1:
+        if self.budget.cost is not None and step.is_one_pass(chains=not self.backend.capabilities.branches):
             rows = step.batches[0].rows_run(pads=self.backend.capabilities.pads)
             self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
         if self.budget.guarded and finished and not step.has_chunks:
-            drafted = any(result.input.tree.size > 1 for result in results)
+            drafted = any(result.input.tree.size > 1 or result.input.chunk for result in results)
             self.budget.record_step(len(results), drafted, finished.mean_tokens, seconds)
         return finished
 
@@ -187,7 +187,8 @@ class Engine:
         sequences = [scheduled.request.sequence for scheduled in batch.requests]
         try:
             chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
-            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens)
+            again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
+            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again)
         except Exception:
             failed = self._failing_requests(batch.requests)
             if not failed:

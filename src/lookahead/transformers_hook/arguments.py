@@ -137,9 +137,7 @@ def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
     return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])
 
 
-def limit_of(
-    config: Any, lengths: Sequence[int], room: int, further: int, *, own_masks: bool = False
-) -> PositionLimit:
+def limit_of(config: Any, lengths: Sequence[int], room: int, further: int, *, own_masks: bool = False) -> PositionLimit:
     """The position limit of a call. Raises ValueError if the call certainly exceeds it, or may exceed a hard one.
 
     `config` is the model's; `lengths` are those of the prompts, `room` is the most tokens that may follow, and

@@ -29,8 +29,9 @@ def restored_on_error(cache: Any) -> Iterator[None]:
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
-    """A layer's attributes. Most layers replace their tensors, and write into recurrent states. A static one writes into them: into its length, behind
-    its length, and a full sliding one over its oldest tokens, so that these are copied."""
+    """A layer's attributes. Most layers replace keys and values, but recurrent states are overwritten, and so are
+    copied. A static layer writes into its length, behind its length, and a full sliding one over its oldest tokens, so
+    that these are copied."""
     state = dict(vars(layer if isinstance(layer, StaticLayer) else copied(layer)))
     if isinstance(layer, StaticLayer):
         written = ("cumulative_length", "keys", "values") if layer.is_sliding else ("cumulative_length",)

@@ -292,7 +292,9 @@ class ChainBackend:
     # Importing and exporting caches
 
     @torch.inference_mode()
-    def adopt_cache(self, slots: Sequence[int], cache: Any, mask: torch.Tensor, offsets: Sequence[Sequence[int]]) -> None:
+    def adopt_cache(
+        self, slots: Sequence[int], cache: Any, mask: torch.Tensor, offsets: Sequence[Sequence[int]]
+    ) -> None:
         """Fill slots with the rows of a cache that the model has made. It is not changed.
 
         `mask` [B, T] is True for tokens and False for padding, and `offsets` are as in `adopt`.

@@ -24,11 +24,8 @@ def per_token(value: Any, shape: tuple[int, ...], device: torch.device) -> Any:
 
 def shifted(positions: Numbers, offsets: Sequence[Sequence[int] | None]) -> Numbers:
     """Indices in the sequences [B, T] -> the model's positions, [B, T], or [axes, B, T] if it has several axes."""
-    known = [offset or (0,) for offset in offsets]
-    if len(known[0]) == 1:
-        moved = positions + np.asarray(known)
-    else:
-        moved = positions[None] + np.asarray(known).T[:, :, None]
+    known = np.asarray([offset or (0,) for offset in offsets])
+    moved = positions + known if known.shape[1] == 1 else positions[None] + known.T[:, :, None]
     return np.maximum(moved, 0)  # the padding of shorter trees in a batch has index 0
 
 
