@@ -156,8 +156,12 @@ class LookaheadConfig:
         return self.chain or self.budget == 1 or not self.active_sources
 
     def as_chain(self) -> LookaheadConfig:
-        """This config for a backend whose trees cannot branch: its best draft tokens, each below the last one."""
-        return self if self.is_chain else replace(self, window=0, chain=True)
+        """This config for a backend whose trees cannot branch: its best draft tokens, each below the last one. Instead
+        of the source `jacobi`, which needs the window, one without others has `suffix`."""
+        if self.is_chain:
+            return self
+        others = tuple(source for source in self.sources if source != "jacobi")
+        return replace(self, window=0, sources=others or ("suffix",), chain=True)
 
     @classmethod
     def paper(

@@ -97,7 +97,8 @@ class Backends:
     def eager_or_chains(
         self, start: Start, past: int, config: LookaheadConfig | None
     ) -> tuple[EagerBackend | None, ChainBackend | None]:
-        """An eager backend for this call, or a chain backend if the model cannot run trees.
+        """An eager backend for this call, or a chain backend if the model cannot run trees. If a probe refuses both,
+        the error is that of the trees.
 
         The first `past` positions were in the given cache before the prompt ran.
         """
@@ -107,11 +108,13 @@ class Backends:
             except UnsupportedModelError as error:
                 if self.facts.patch is not None:
                     raise
-                reason = first_line(error)
-            backend = chain_backend(self.model, self.facts, start)
-            self.facts.chains = reason
-            self.facts.log_once(f"note: {reason}; its steps are chains, in its own cache")
-            return None, backend
+                try:
+                    backend = chain_backend(self.model, self.facts, start)
+                except UnsupportedModelError:
+                    raise error from None
+                self.facts.chains = first_line(error)
+                self.facts.log_once(f"note: {self.facts.chains}; its steps are chains, in its own cache")
+                return None, backend
         return None, chain_backend(self.model, self.facts, start)
 
     def _eager(self, start: Start, past: int, config: LookaheadConfig | None) -> EagerBackend:

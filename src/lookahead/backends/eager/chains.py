@@ -177,25 +177,23 @@ class ChainBackend:
         return replace(sequence, chunk=())
 
     def _batches(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
-        """The inputs of each forward pass: of equal width, with caches that can be joined, or a single one."""
-        batches: dict[tuple[int, ...], list[StepInput]] = {}
+        """The inputs of each forward pass: of equal width, with caches that can be joined, or a single one. Rows of one
+        cache that cannot be joined again run together while all of them do."""
+        batches: dict[Any, list[StepInput]] = {}
         for sequence in inputs:
+            group, width = self._group.get(sequence.slot), len(sequence.chunk) + sequence.tree.size
             if not sequence.tree.size:
                 continue
-            slot = sequence.slot
-            group = self._group.get(slot)
-            together = group is not None and self._can_join(group)
-            width = len(sequence.chunk) + sequence.tree.size
-            key = (width,) if together else (width, id(group)) if group is not None else (width, -1, slot)
-            batches.setdefault(key, []).append(sequence)
-        alone = []
-        for key, batch in batches.items():
-            # Rows of one group that cannot be joined again run together only while all of them do.
-            if len(key) == 2 and [one.slot for one in batch] != self._group[batch[0].slot].slots:
-                alone += [[one] for one in batch]
+            if group is None:
+                batches[sequence.slot] = [sequence]
             else:
-                alone.append(batch)
-        return alone
+                batches.setdefault((width, 0 if self._can_join(group) else id(group)), []).append(sequence)
+        found = []
+        for batch in batches.values():
+            group = self._group.get(batch[0].slot)
+            whole = group is None or self._can_join(group) or [one.slot for one in batch] == group.slots
+            found += [batch] if whole else [[one] for one in batch]
+        return found
 
     def _can_join(self, group: Group) -> bool:
         """Whether hidden positions before its first token change nothing. A model that counts cached positions itself
