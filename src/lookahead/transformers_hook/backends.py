@@ -19,7 +19,7 @@ from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.planner import LAZY_CAPTURE
 from lookahead.backends.probe import probe
-from lookahead.backends.support import cached_shapes, runs_trees
+from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading.bigrams import bigrams
@@ -89,11 +89,6 @@ class Backends:
             self.facts.broken = str(error)
             raise
 
-    @property
-    def runs_trees(self) -> bool:
-        """Whether trees can run, as far as it is known."""
-        return not self.facts.chains and runs_trees(self.model)
-
     def eager_or_chains(
         self, start: Start, past: int, config: LookaheadConfig | None
     ) -> tuple[EagerBackend | None, ChainBackend | None]:
@@ -102,7 +97,7 @@ class Backends:
 
         The first `past` positions were in the given cache before the prompt ran.
         """
-        if self.runs_trees:
+        if self.facts.runs_trees(self.model):
             try:
                 return self._eager(start, past, config), None
             except UnsupportedModelError as error:

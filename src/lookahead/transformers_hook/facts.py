@@ -14,7 +14,7 @@ import torch
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.support import input_device
+from lookahead.backends.support import input_device, runs_trees
 from lookahead.config import LookaheadConfig
 from lookahead.models.patches import global_hooks, patch_of
 
@@ -54,6 +54,10 @@ class ModelFacts:
     chains: str = ""
     joins: bool = False
     logged: set[str] = field(default_factory=set)
+
+    def runs_trees(self, model: Any) -> bool:
+        """Whether trees can run, as far as it is known."""
+        return not self.chains and runs_trees(model)
 
     def log_once(self, line: str) -> None:
         """Log a line, once per model."""

@@ -58,7 +58,7 @@ class Run:
         output_collector.check_outputs(model, self.outputs)
         self.facts = facts.of(model, modules)
         self._backends = Backends(model, modules, self.facts, backend)
-        self._trees = self._backends.runs_trees
+        self._trees = self.facts.runs_trees(model)
         if self._trees:
             caches.check_cache(self.cache, len(input_ids))
         else:
