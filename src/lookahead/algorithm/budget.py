@@ -24,6 +24,9 @@ applies the rules to the sequences of a step, and `DecodingSequence.propose` to 
   alone.
 - *Backends that pad.* A pass costs n times its longest tree, so a long tree makes every sequence pay. All get an equal
   share, no larger than what makes the pass FREE times as long as one without draft tokens (`equal_share`).
+- *Chains.* Where trees cannot branch, a refused draft token makes the accepted ones of its pass run again, as rows of
+  the next pass. `chain_length` weighs these rows, too. Sequences that run at once draft nothing, if draft tokens are
+  weighed at all: chains of different lengths cannot share a pass.
 - *The current load.* The engine's `choice.DraftBudget` corrects t by the passes it has run (`PassCost`). If t comes
   from a quick measurement, a `DraftGuard` also compares steps with and without draft tokens.
 """
@@ -110,6 +113,26 @@ def best_count(scores: Sequence[float], cost: Sequence[float], branch: int, bonu
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
     gains = [(tokens + bonus * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1
+
+
+def chain_length(scores: Sequence[float], cost: Costs, again: int, bonus: float) -> int:
+    """How many draft tokens of a chain give most tokens per second. `scores` are theirs, and `cost` the table of times.
+
+    The pass has `again` tokens that run for the second time, then the root, then the chain. If draft token i is
+    refused, these, the root and the accepted draft tokens are rows of the next pass, in front of its root: that costs
+    what they make it longer.
+    """
+    last = len(cost) - 1
+    best, best_gain, expected, rerun, above = 0, 1.0 / cost[min(again, last)], 1.0, 0.0, 1.0
+    for drafted, score in enumerate(scores, 1):
+        if again + drafted > last:
+            break
+        rerun += (above - score) * (cost[again + drafted] - cost[0])
+        expected, above = expected + score, score
+        gain = (expected + bonus * drafted) / (cost[again + drafted] + rerun)
+        if gain > best_gain:
+            best, best_gain = drafted, gain
+    return best
 
 
 def best_counts(

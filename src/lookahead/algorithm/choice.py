@@ -73,6 +73,25 @@ def choose_trees(
     return trees
 
 
+def choose_chains(
+    sequences: Sequence[DecodingSequence],
+    again: Sequence[int],
+    limit: int | None = None,
+    cost: PassCost | None = None,
+) -> list[TokenTree]:
+    """One chain per sequence, for one step of all of them. `again[i]` tokens of sequence i run for the second time.
+
+    Sequences that run at once draft only where no cost is known: chains of different lengths cannot share a pass, and
+    single tokens can.
+    """
+    if len(sequences) == 1:
+        return [sequences[0].propose_chain(limit, cost, again[0])]
+    return [
+        sequence.propose_chain(None, None, rows) if sequence.config.step_cost is None else sequence.bare_root()
+        for sequence, rows in zip(sequences, again, strict=True)
+    ]
+
+
 class DraftBudget:
     """Decides how many draft tokens an engine's steps take, and corrects this by their times, which the engine records
     in `cost`.
@@ -94,10 +113,16 @@ class DraftBudget:
         *,
         pads: bool = False,
         runs_ahead: bool = False,
+        again: Sequence[int] | None = None,
     ) -> list[TokenTree]:
-        """One tree per sequence (see `choose_trees`); only roots while drafting does not pay."""
+        """One tree per sequence (see `choose_trees`); only roots while drafting does not pay.
+
+        With `again` all are chains (see `choose_chains`).
+        """
         if self.guarded and not self._guard(len(sequences)).drafts:
             return [sequence.bare_root() for sequence in sequences]
+        if again is not None:
+            return choose_chains(sequences, again, limit, self.cost)
         return choose_trees(sequences, limit, self.cost, chunk_tokens, pads=pads, runs_ahead=runs_ahead)
 
     def weighs_drafts(self, sequences: Sequence[DecodingSequence]) -> bool:

@@ -35,13 +35,15 @@ class Candidates:
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a draft token of this
     origin was right. The chains are concatenated in `chain_tokens` and `chain_origins`; the drafter adds those that it
-    finds in its own `text`. A sequence uses one object for all its steps; `in_c` is the C drafter's copy.
+    finds in its own `text`. With `chain` every draft token hangs from the one before it: the draft is one chain. A
+    sequence uses one object for all its steps; `in_c` is the C drafter's copy.
     """
 
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
     text: DraftText | None = None
+    chain: bool = False
     chain_tokens: list[int] = field(default_factory=list)
     chain_origins: list[int] = field(default_factory=list)
     chain_lengths: list[int] = field(default_factory=list)

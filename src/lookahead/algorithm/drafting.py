@@ -23,11 +23,12 @@ from lookahead.algorithm.verify import Verdict, Verification
 class Drafting:
     """Proposes and verifies draft tokens, one batch after the other.
 
-    `budget` decides how many a step takes. With `pads` a pass is padded to its longest tree.
+    `budget` decides how many a step takes. With `pads` a pass is padded to its longest tree; with `chains` no tree may
+    branch.
     """
 
-    def __init__(self, budget: DraftBudget | None = None, *, pads: bool = False) -> None:
-        self.budget, self._pads = budget or DraftBudget(), pads
+    def __init__(self, budget: DraftBudget | None = None, *, pads: bool = False, chains: bool = False) -> None:
+        self.budget, self._pads, self._chains = budget or DraftBudget(), pads, chains
         self._running: tuple[Drafter, Verification] | None = None
 
     def propose(
@@ -35,12 +36,17 @@ class Drafting:
         sequences: Sequence[DecodingSequence],
         limit: int | None = None,
         chunk_tokens: int = 0,
+        again: Sequence[int] = (),
         *,
         runs_ahead: bool = False,
     ) -> list[TokenTree]:
         """One tree per sequence, at most `limit` tokens in total, for a pass that also has `chunk_tokens` prompt
-        tokens. `runs_ahead`: see `choose_trees`."""
-        trees = self.budget.choose_trees(sequences, limit, chunk_tokens, pads=self._pads, runs_ahead=runs_ahead)
+        tokens. Before chain i there are `again[i]` accepted tokens that run for the second time; none by default.
+        `runs_ahead`: see `choose_trees`."""
+        counts = (again or [0] * len(sequences)) if self._chains else None
+        trees = self.budget.choose_trees(
+            sequences, limit, chunk_tokens, pads=self._pads, again=counts, runs_ahead=runs_ahead
+        )
         # Enforce the limit again: a pass must never have more rows than the backend supports.
         excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []

@@ -75,6 +75,8 @@ class PythonDrafter:
         while len(taken) <= most:
             # 1. The node taken last proposes the tokens of its chains and the best of its successors.
             node = taken[-1]
+            if candidates.chain:
+                heap.clear()
             if node.depth < limits.max_depth:
                 self._queue(heap, taken, candidates, trie)
             # 2. Take the best candidate. If it is a successor, its parent's next successor becomes a candidate.

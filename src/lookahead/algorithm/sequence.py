@@ -9,8 +9,8 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
-from lookahead.algorithm.budget import equal_share, weighing_curve
-from lookahead.algorithm.cost import PassCost
+from lookahead.algorithm.budget import chain_length, equal_share, weighing_curve
+from lookahead.algorithm.cost import Costs, PassCost
 from lookahead.algorithm.draft import RECYCLE_BONUS, CachedInputs, Candidates, Draft, Drafter
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
@@ -23,6 +23,8 @@ from lookahead.stats import Stats
 
 MAX_TEXT = 2**31 - 1
 """C counts the tokens of a text in 32 bits."""
+LEAST_SCORE = 0.01
+"""A chain without a known cost ends before a draft token with less chance to be accepted."""
 UNIFORMS_AHEAD = 64
 """Output positions whose uniforms are drawn before a step needs them, while the device runs."""
 
@@ -99,6 +101,7 @@ class DecodingSequence:
         self._min_window_share = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
         self.root_alone = window_layout(0, self.config.ngram)
         self._candidates = Candidates.after(self.tokens, self._memory.calibration.rates)
+        self._candidates.chain = self.config.chain
         for source in self._sources:
             source.start(self.tokens)
             if source.proposes_once:
@@ -151,6 +154,27 @@ class DecodingSequence:
             return self.drafter.draft_trees([self._draft_alone])[0][0]
         trees, _ = self.drafter.draft_trees([self.draft(layout, most if limit is None else min(most, limit), weighed)])
         return trees[0]
+
+    def propose_chain(self, limit: int | None = None, cost: PassCost | None = None, again: int = 0) -> TokenTree:
+        """The chain of a step of this sequence, of at most `limit` tokens. The budget includes the `again` tokens in
+        front of its root that run for the second time. `cost` is as in `propose`; without any, no draft token below
+        LEAST_SCORE is taken."""
+        most = self.config.budget - again if limit is None else min(limit, self.config.budget - again)
+        if most < 2:
+            return self.bare_root()
+        tree = self.drafter.draft_trees([self.draft(self.root_alone, most, None)])[0][0]
+        rates, score, scores = self._memory.calibration.rates, 1.0, list[float]()
+        for origin in tree.origins:
+            score *= rates[origin]
+            scores.append(score)
+        times: Costs | None = self.config.step_cost
+        if times is None:
+            count = sum(score >= LEAST_SCORE for score in scores)
+        else:
+            if cost is not None:
+                times = cost.times_up_to(most + again) or times
+            count = chain_length(scores, times, again, self._bonus)
+        return tree.first_of_chain(count, sum(scores[:count]))
 
     def draft(
         self,

@@ -78,6 +78,16 @@ class TokenTree:
         tree._tokens = tree._parents = tree._depths = tree._origins = None
         return tree
 
+    def first_of_chain(self, count: int, expected: float) -> TokenTree:
+        """The root and the first `count` draft tokens of a chain, whose scores have this sum."""
+        if count >= self.size - 1:
+            return self
+        size = count + 1
+        return TokenTree(
+            self.tokens[:size], self.parents[:size], self.depths[:size], self.needed[:size],
+            origins=self.origins[:count], expected=expected,
+        )  # fmt: skip
+
     @property
     def tokens(self) -> array[int]:
         if self._tokens is None:

@@ -11,11 +11,13 @@ import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.chains import ChainBackend
 from lookahead.backends.failures import CompilerError, brief, clear_errors
 from lookahead.backends.probe import probe
-from lookahead.backends.support import check_supported, input_device
+from lookahead.backends.support import check_supported, input_device, runs_trees
 from lookahead.config import BACKENDS
 from lookahead.models.facts import UnsupportedModelError, first_line
+from lookahead.models.patches import patch_of
 from lookahead.models.read import read
 
 logger = logging.getLogger("lookahead")
@@ -33,7 +35,7 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
     """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for models that
     they support, else the eager one."""
     check_backend_name(name)
-    check_supported(model, recurrent=True)
+    check_supported(model)
     if name == "cpu":
         return cpu_backend(model)
     if name == "auto" and input_device(model).type == "cpu":
@@ -42,8 +44,27 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
         except UnsupportedModelError as error:
             if log is not None:
                 log(f"note: {first_line(error)}; the eager backend runs it")
-            return EagerBackend(model)
-    return graph_or_eager(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
+            return eager_backend(model, log)
+    return graph_or_eager(model, name, lambda: graph_backend(model), lambda: eager_backend(model, log), log)
+
+
+def eager_backend(model: Any, log: Callable[[str], None] | None = None) -> Backend:
+    """Create and probe a backend that runs the model's own forward pass: over trees, or else over chains. If a probe
+    refuses both, the error is that of the trees."""
+    if not runs_trees(model):
+        return ChainBackend(model)
+    try:
+        return EagerBackend(model)
+    except UnsupportedModelError as error:
+        if patch_of(model.modules()) is not None:
+            raise
+        try:
+            backend = ChainBackend(model)
+        except UnsupportedModelError:
+            raise error from None
+        if log is not None:
+            log(f"note: {first_line(error)}; its steps are chains, in its own cache")
+        return backend
 
 
 Graph = TypeVar("Graph")

@@ -19,22 +19,37 @@ FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, Index
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def check_supported(model: Any, *, recurrent: bool = False) -> None:
-    """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask. `recurrent`:
-    the caller runs described models, recurrent states included, so that their readers decide about these."""
+def check_supported(model: Any) -> None:
+    """Raise UnsupportedModelError for models that no backend can decode exactly."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refusal(model, "it is an encoder-decoder; lookahead decodes causal language models")
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise refusal(
+            model,
+            "it is in training mode with gradient checkpointing, which turns the K/V cache off; call model.eval() or "
+            "model.gradient_checkpointing_disable()",
+        )
+    if getattr(config, "attention_type", None) == "block_sparse" and kind_of(model) == "big_bird":
+        reason = "its block-sparse attention is not causal; load it with attention_type='original_full'"
+        raise refusal(model, reason)
+    own_loop = getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None)
+    if isinstance(model, GenerationMixin) and own_loop:
+        raise refusal(model, "it has a decoding loop of its own, as models of audio codes do")
+
+
+def check_trees(model: Any, *, recurrent: bool = False) -> None:
+    """Raise UnsupportedModelError for models known not to run trees: a recurrent state, no 4-D mask, no K/V cache.
+
+    Most of these run chains (see `eager.chains`). `recurrent`: the caller runs described models, recurrent states
+    included, so that their readers decide about these.
+    """
     kind = kind_of(model)
     config = model.config.get_text_config(decoder=True)
 
     def refuse(reason: str) -> None:
-        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
+        raise UnsupportedModelError(f"model type {kind!r} cannot run trees: {reason}")
 
-    if getattr(model.config, "is_encoder_decoder", False):
-        refuse("it is an encoder-decoder; lookahead decodes causal language models")
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        refuse(
-            "it is in training mode with gradient checkpointing, which turns the K/V cache off; call model.eval() or "
-            "model.gradient_checkpointing_disable()"
-        )
     kinds = set(getattr(config, "layer_types", None) or ())
     stateful = getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS)
     if stateful and not recurrent:
@@ -44,10 +59,7 @@ def check_supported(model: Any, *, recurrent: bool = False) -> None:
     if getattr(config, "attn_temperature_tuning", False) and attention_scale_start(config) < 1:
         refuse("its attention is scaled by index in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
-        refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
-    own_loop = getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None)
-    if isinstance(model, GenerationMixin) and own_loop:
-        refuse("it has a decoding loop of its own, as models of audio codes do")
+        refuse("its block-sparse attention takes no 4-D mask; load it with attention_type='original_full'")
     if kind == "git":
         refuse("its cache holds image tokens that are not in the prompt")
     others = sorted(kinds - KNOWN_LAYERS)
@@ -56,6 +68,16 @@ def check_supported(model: Any, *, recurrent: bool = False) -> None:
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+def runs_trees(model: Any) -> bool:
+    """Whether `check_trees` and `check_own_forward` have nothing against this model; a probe may find more."""
+    try:
+        check_trees(model)
+        check_own_forward(model)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def check_own_forward(model: Any) -> None:

@@ -37,7 +37,8 @@ class LookaheadConfig:
     Algorithm 1) cannot be combined with others. `max_depth` limits the depth of draft tokens in the tree.
     `step_cost[k]` is the time of a step of k + 1 tokens: with it, a step takes the draft tokens that are expected to
     pay for their time, and sequences that run at once share it (see `algorithm.budget`); without it, every sequence
-    fills its whole budget. `shared` is deprecated: it gives a config without a step cost a flat one. A config that is
+    fills its whole budget. With `chain` a step is one chain of tokens, for models whose trees cannot branch, and there
+    is no window. `shared` is deprecated: it gives a config without a step cost a flat one. A config that is
     `exact` is fitted to the trees that a backend runs exactly (see `within`); with `exact=False` a half-precision text
     may differ from the autoregressive one by rounding.
     """
@@ -56,6 +57,7 @@ class LookaheadConfig:
     shared: InitVar[bool | None] = None
     max_depth: int | None = None
     exact: bool = True
+    chain: bool = False
 
     def __post_init__(self, shared: bool | None) -> None:
         at_least("window", self.window, 0)
@@ -81,7 +83,7 @@ class LookaheadConfig:
             raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
         if self.max_depth is not None:
             at_least("max_depth", self.max_depth, 1)
-        for name, value in (("shared", shared), ("exact", self.exact)):
+        for name, value in (("shared", shared), ("exact", self.exact), ("chain", self.chain)):
             if not isinstance(value, bool) and (name, value) != ("shared", None):
                 raise ValueError(f"{name}={value!r} must be True or False")
         if self.window_tokens > self.budget:
@@ -89,6 +91,8 @@ class LookaheadConfig:
                 f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
                 f"than budget={self.budget}; lower the window or raise the budget"
             )
+        if self.chain and self.window:
+            raise ValueError(f"chain=True leaves no room for a window, and window={self.window}; use window=0")
         if shared is not None:
             warnings.warn(
                 "LookaheadConfig(shared=...) is deprecated: sequences share a step wherever a config has a step_cost",
@@ -149,13 +153,15 @@ class LookaheadConfig:
     @property
     def is_chain(self) -> bool:
         """Whether no tree branches: every step is one chain of tokens."""
-        if self.active_sources == ("suffix",):
-            return self.suffix_branches == 1
-        return self.budget == 1 or self.active_sources in ((), ("fixed-point",))
+        return self.chain or self.budget == 1 or not self.active_sources
 
     def as_chain(self) -> LookaheadConfig:
-        """This config for a backend whose trees cannot branch: the continuation of the best suffix match alone."""
-        return self if self.is_chain else replace(self, window=0, guesses=0, sources=("suffix",), suffix_branches=1)
+        """This config for a backend whose trees cannot branch: its best draft tokens, each below the last one. Instead
+        of the source `jacobi`, which needs the window, one without others has `suffix`."""
+        if self.is_chain:
+            return self
+        others = tuple(source for source in self.sources if source != "jacobi")
+        return replace(self, window=0, sources=others or ("suffix",), chain=True)
 
     @classmethod
     def paper(
@@ -176,7 +182,7 @@ class LookaheadConfig:
     @classmethod
     def jacobi(cls, block: int = 16) -> LookaheadConfig:
         """Jacobi decoding (Algorithm 1) on a block of this many future tokens."""
-        return cls(window=0, guesses=0, budget=at_least("block", block, 1) + 1, sources=("fixed-point",))
+        return cls(window=0, guesses=0, budget=at_least("block", block, 1) + 1, sources=("fixed-point",), chain=True)
 
     @classmethod
     def prompt_lookup(cls, tokens: int = 10, key: int = 2) -> LookaheadConfig:
@@ -190,6 +196,7 @@ class LookaheadConfig:
             suffix_branches=1,
             suffix_length=tokens,
             suffix_oldest=True,
+            chain=True,
         )
 
     @classmethod
@@ -198,7 +205,7 @@ class LookaheadConfig:
         budget: int | None = None, sources: Sequence[str] | None = None, recycle_scope: str | None = None,
         suffix_key: int | None = None, suffix_branches: int | None = None, suffix_length: int | None = None,
         suffix_oldest: bool | None = None, step_cost: Sequence[float] | None = None, shared: bool | None = None,
-        max_depth: int | None = None, exact: bool | None = None,
+        max_depth: int | None = None, exact: bool | None = None, chain: bool | None = None,
     ) -> LookaheadConfig:  # fmt: skip
         """The config of a method by its name. The fields, which only 'lookahead' has, are ignored where they are
         None."""
@@ -234,13 +241,14 @@ class LookaheadConfig:
         sources: Sequence[str] = UNCHANGED, recycle_scope: str = UNCHANGED, suffix_key: int = UNCHANGED,
         suffix_branches: int = UNCHANGED, suffix_length: int = UNCHANGED, suffix_oldest: bool = UNCHANGED,
         step_cost: Sequence[float] | None = UNCHANGED, shared: bool = UNCHANGED, max_depth: int | None = UNCHANGED,
-        exact: bool = UNCHANGED,
+        exact: bool = UNCHANGED, chain: bool = UNCHANGED,
     ) -> LookaheadConfig:  # fmt: skip
         """A copy with these fields changed, and with the other fields fitted to them.
 
         - A budget without a window drops the window where it would fill more than half of that budget.
         - A window without a budget raises the budget so that both branches fit.
         - A window or a budget removes the step cost, so that every sequence of a batch gets it whole.
+        - A chain drops the window.
         - The source `jacobi` sets the default window if the config has no window.
         - A config without sources has nothing to adapt, so the changes are made to the default config.
         """
@@ -249,11 +257,14 @@ class LookaheadConfig:
             return type(self)().adapted(**changes)
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
             at_least(name, changes.get(name, least), least)
+        chain = changes.get("chain", self.chain)
+        if chain is True:
+            changes.setdefault("window", 0)
         if "budget" in changes and "window" not in changes:
             ngram = changes.get("ngram", self.ngram)
             if self.window * (ngram - 1) > changes["budget"] // 2:
                 changes["window"] = 0
-        elif "jacobi" in changes.get("sources", ()) and not self.window:
+        elif "jacobi" in changes.get("sources", ()) and not self.window and not chain:
             changes.setdefault("window", type(self).window)
         if "window" in changes and "budget" not in changes:
             branches = changes["window"] + changes.get("guesses", self.guesses)

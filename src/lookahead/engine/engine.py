@@ -49,7 +49,7 @@ class Engine:
         self._scheduler = Scheduler(backend, max_sequences, max_mixed_rows)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
-        self._drafting = Drafting(budget, pads=backend.capabilities.pads)
+        self._drafting = Drafting(budget, pads=backend.capabilities.pads, chains=not backend.capabilities.branches)
         self._plain_run = PlainRun(self._drafting.budget, runs_ahead=backend.capabilities.runs_ahead)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._running_step = NO_STEP
@@ -184,14 +184,14 @@ class Engine:
         self._last_end = finished.time
         if step.first is None or self.backend.captures != step.captures:
             return finished  # nothing has run, or the time of a capture, which says nothing about the next step
-        if self.budget.cost is not None and len(step.batches) == 1:
+        if self.budget.cost is not None and step.is_one_pass(chains=not self.backend.capabilities.branches):
             rows = step.batches[0].rows_run(pads=self.backend.capabilities.pads)
             if ran_ahead:
                 self.budget.cost.record_plain_step(rows, seconds)
             else:
                 self.budget.cost.record_pass(rows, seconds, self.backend.expert_reads - reads)
         if self.budget.guarded and finished and not step.has_chunks:
-            drafted = any(result.input.tree.size > 1 for result in results)
+            drafted = any(result.input.tree.size > 1 or result.input.chunk for result in results)
             self.budget.record_step(len(results), drafted, finished.mean_tokens, seconds)
         return finished
 
@@ -204,7 +204,8 @@ class Engine:
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
             chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
-            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, runs_ahead=runs_ahead)
+            again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
+            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
         except Exception:
             failed = self._failing_requests(batch.requests)
             if not failed:

@@ -30,13 +30,15 @@ pages behind a sliding window, about one per 64 tokens."""
 class ScheduledRequest:
     """A request in a pass: its prompt chunk, whose tokens are not cached yet, then its tree.
 
-    Only the last chunk of a prompt has a tree. A decoding request has an empty chunk, which counts as the last one.
+    Only the last chunk of a prompt has a tree. A decoding request has an empty chunk, which counts as the last one, or
+    the accepted tokens of its last pass: where a draft token was refused, a chain backend `runs_again` what it had run.
     """
 
     request: Request
     chunk: Sequence[int] = ()
     is_last_chunk: bool = True
     tree: TokenTree = field(default_factory=lambda: NO_TREE)
+    runs_again: bool = False
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ class Scheduler:
         self._admit()
         decoding, prefilling, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
-            if len(request.sequence.tokens) - 1 == cached(request.slot):
+            if len(request.sequence.tokens) - 1 == cached(request.slot) or self._runs_again(request):
                 decoding.append(request)
             else:
                 prefilling.append(request)
@@ -153,7 +155,7 @@ class Scheduler:
         if self.backend.capabilities.pads:  # each prompt runs alone
             batches = [ScheduledBatch([chunk]) for request in prefilling for chunk in self._prompt_chunks(request)]
             if decoding:
-                batches.append(ScheduledBatch([ScheduledRequest(request) for request in decoding]))
+                batches.append(ScheduledBatch([self._decoding(request) for request in decoding]))
             return batches
         if not self.running:
             return []
@@ -168,6 +170,23 @@ class Scheduler:
             )
             for inexact in (False, True)
         ]
+
+    def _runs_again(self, request: Request) -> bool:
+        """Whether only accepted tokens of its last pass are not cached: a backend whose trees cannot branch keeps all
+        of a pass or nothing."""
+        sequence, cached = request.sequence, self.backend.length(request.slot)
+        return (
+            not self.backend.capabilities.branches
+            and cached >= sequence.prompt_tokens - 1
+            and len(sequence.tokens) - 1 - cached <= sequence.config.budget
+        )
+
+    def _decoding(self, request: Request) -> ScheduledRequest:
+        if self.backend.capabilities.branches or not self._uncached(request):
+            return ScheduledRequest(request, (), True, NO_TREE)
+        chunk = self._next_chunk(request)
+        chunk.runs_again = True
+        return chunk
 
     def _is_inexact(self, request: Request) -> bool:
         """Whether its trees may be too large or too deep to be exact. Such a tree makes its whole pass inexact and
@@ -204,11 +223,9 @@ class Scheduler:
         most_nodes = self.backend.most_nodes
         if not prefilling:
             most = rows if most_nodes is None else min(rows, max(len(decoding), most_nodes))
-            return ScheduledBatch(
-                [ScheduledRequest(request, (), True, NO_TREE) for request in decoding], most, [], rows
-            )
+            return ScheduledBatch([self._decoding(request) for request in decoding], most, [], rows)
         blocked = self._blocked_verifiers(prefilling)
-        requests = [ScheduledRequest(request) for request in decoding if request.verifier not in blocked]
+        requests = [self._decoding(request) for request in decoding if request.verifier not in blocked]
         if requests:
             rows = min(rows, max(self._max_mixed_rows, 2 * len(requests)))
         prompt_rows = rows - max(len(requests), rows // 2) if requests else rows

@@ -34,8 +34,14 @@ class RunningStep:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether a prompt chunk runs in this step."""
-        return any(scheduled.chunk for batch in self.batches for scheduled in batch.requests)
+        """Whether a prompt chunk runs in this step. Accepted tokens that run again are none."""
+        return any(
+            scheduled.chunk and not scheduled.runs_again for batch in self.batches for scheduled in batch.requests
+        )
+
+    def is_one_pass(self, *, chains: bool) -> bool:
+        """Whether this step is one forward pass. The chains of several sequences may have several widths."""
+        return len(self.batches) == 1 and not (chains and len(self.batches[0].requests) > 1)
 
 
 NO_STEP = RunningStep([])

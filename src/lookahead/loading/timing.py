@@ -63,14 +63,15 @@ MAX_SLOWDOWN = 5.0
 NO_TIME = float("inf")
 
 
-def timing_tree(size: int, vocabulary: int = 2, first: int = 0) -> TokenTree:
-    """A tree of `size` tokens, shaped like a draft: eight branches side by side, none deeper than draft tokens are.
+def timing_tree(size: int, vocabulary: int = 2, first: int = 0, *, branches: bool = True) -> TokenTree:
+    """A tree of `size` tokens, shaped like a draft: eight branches side by side, none deeper than draft tokens are. One
+    that has no `branches` is a chain.
 
     The shape matters little, except for half-precision steps of the graph backend, which run depth by depth. The tokens
     matter for a mixture of experts: equal ones would have the same experts. `first`: the number of the first one.
     """
-    parents, depths = [-1], [0]
-    for node in range(1, size):
+    parents, depths = ([-1], [0]) if branches else (list(range(-1, size - 1)), list(range(size)))
+    for node in range(len(parents), size):
         above = node - BRANCHES if node > BRANCHES and depths[node - BRANCHES] < DEPTH else 0
         parents.append(above)
         depths.append(depths[above] + 1)
@@ -103,7 +104,8 @@ def measure(
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = MAX_SUCCESSORS if size > 1 else 0
-        step_input = StepInput(slot, chunk, timing_tree(size, backend.vocab_size), SamplingParams(), (), top=top)
+        tree = timing_tree(size, backend.vocab_size, branches=backend.capabilities.branches)
+        step_input = StepInput(slot, chunk, tree, SamplingParams(), (), top=top)
         return time_step(backend, run_prompt_chunks(backend, [step_input]))
 
     taken_by = {size: list[float]() for size in sizes}
@@ -185,7 +187,11 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
         """The size in trees that are as equal as possible."""
         count = -(-size // largest)
         parts = [size // count + (index < size % count) for index in range(count)]
-        trees = [timing_tree(part, backend.vocab_size, index * largest) for index, part in enumerate(parts)]
+        branches = backend.capabilities.branches
+        trees = [
+            timing_tree(part, backend.vocab_size, index * largest, branches=branches)
+            for index, part in enumerate(parts)
+        ]
         top = MAX_SUCCESSORS if size > 1 else 0
         return [
             StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(reserved, trees, strict=False)

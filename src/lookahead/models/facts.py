@@ -41,20 +41,23 @@ def config_positions(config: Any) -> int | None:
     return limit if limit is None or limit > 0 else None
 
 
-def position_limit(config: Any) -> PositionLimit:
+def position_limit(config: Any, *, own_masks: bool = False) -> PositionLimit:
     """The limit of this config. A table of positions has an end; rotary positions have none, with two exceptions.
 
     Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far draft token would change
     all of its tokens. Within the original context the factors are constant, so that is the limit of such models.
+    `own_masks`: the model makes its masks itself, as in its own `generate`, so that nobody has to know
+    its windows, and indices in the cache are positions.
     """
     limit = config_positions(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    if getattr(config, "attn_temperature_tuning", False):
+    if getattr(config, "attn_temperature_tuning", False) and not own_masks:
         return PositionLimit(
             attention_scale_start(config), "from there on attention is scaled by index in the cache", hard=True
         )
     window = getattr(config, "sliding_window", None)
-    if window and has_ambiguous_window(config):
+    ambiguous = bool(window) and not own_masks and has_ambiguous_window(config)
+    if window and ambiguous:
         limit = min(window, limit or window)
     for parameters in [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]:
         kind = parameters.get("rope_type")
@@ -63,7 +66,7 @@ def position_limit(config: Any) -> PositionLimit:
             original = original or getattr(config, "original_max_position_embeddings", None)
             known = [x for x in (limit, original) if x is not None]
             return PositionLimit(min(known) if known else None, f"{kind} {ROTARY_FACTORS}", hard=True)
-    if window and has_ambiguous_window(config):
+    if window and ambiguous:
         return PositionLimit(window if rope else limit, "beyond them its config does not define the mask", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
 
@@ -77,10 +80,10 @@ def rope_limit(config: Any) -> int | None:
     return limit.positions if limit.reason.endswith(ROTARY_FACTORS) else None
 
 
-def context_length(config: Any) -> int | None:
+def context_length(config: Any, *, own_masks: bool = False) -> int | None:
     """The context length: the config's positions, within those that can be decoded exactly; None if unknown."""
     limit = config_positions(config)
-    exact = position_limit(config).positions
+    exact = position_limit(config, own_masks=own_masks).positions
     return limit if exact is None else exact
 
 

@@ -137,13 +137,13 @@ def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
     return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])
 
 
-def limit_of(config: Any, lengths: Sequence[int], room: int, further: int) -> PositionLimit:
+def limit_of(config: Any, lengths: Sequence[int], room: int, further: int, *, own_masks: bool = False) -> PositionLimit:
     """The position limit of a call. Raises ValueError if the call certainly exceeds it, or may exceed a hard one.
 
     `config` is the model's; `lengths` are those of the prompts, `room` is the most tokens that may follow, and
-    `further` the most by which a token's position exceeds its index.
+    `further` the most by which a token's position exceeds its index. `own_masks`: see `position_limit`.
     """
-    limit = position_limit(config.get_text_config(decoder=True))
+    limit = position_limit(config.get_text_config(decoder=True), own_masks=own_masks)
     if limit.positions is None:
         return limit
     most, longest = limit.positions - further, max(lengths)

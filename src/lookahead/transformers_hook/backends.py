@@ -14,6 +14,7 @@ import torch
 from lookahead.backends.base import Backend
 from lookahead.backends.choose import graph_backend, graph_or_eager
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.chains import ChainBackend
 from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.planner import LAZY_CAPTURE
@@ -22,9 +23,10 @@ from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading.bigrams import bigrams
-from lookahead.models.facts import UnsupportedModelError, kind_of
+from lookahead.models.facts import UnsupportedModelError, first_line, kind_of
 from lookahead.models.read import read
 from lookahead.transformers_hook import facts
+from lookahead.transformers_hook.chains import chain_backend
 from lookahead.transformers_hook.facts import ModelFacts
 from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
 from lookahead.transformers_hook.prompt import Start
@@ -87,11 +89,31 @@ class Backends:
             self.facts.broken = str(error)
             raise
 
-    def eager(self, start: Start, past: int, config: LookaheadConfig | None) -> EagerBackend:
-        """An eager backend for this call. The model is probed unless an earlier call had the same form.
+    def eager_or_chains(
+        self, start: Start, past: int, config: LookaheadConfig | None
+    ) -> tuple[EagerBackend | None, ChainBackend | None]:
+        """An eager backend for this call, or a chain backend if the model cannot run trees. If a probe refuses both,
+        the error is that of the trees.
 
         The first `past` positions were in the given cache before the prompt ran.
         """
+        if self.facts.runs_trees(self.model):
+            try:
+                return self._eager(start, past, config), None
+            except UnsupportedModelError as error:
+                if self.facts.patch is not None:
+                    raise
+                try:
+                    backend = chain_backend(self.model, self.facts, start)
+                except UnsupportedModelError:
+                    raise error from None
+                self.facts.chains = first_line(error)
+                self.facts.log_once(f"note: {self.facts.chains}; its steps are chains, in its own cache")
+                return None, backend
+        return None, chain_backend(self.model, self.facts, start)
+
+    def _eager(self, start: Start, past: int, config: LookaheadConfig | None) -> EagerBackend:
+        """The model is probed unless an earlier call had the same form."""
         shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
         backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
         usual = start.plain and start.has_positions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, StaticLayer
 
+from lookahead.backends.eager.cache_rows import copied
 from lookahead.transformers_hook.caches import of_decoder
 
 
@@ -28,9 +29,10 @@ def restored_on_error(cache: Any) -> Iterator[None]:
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
-    """A layer's attributes. Most layers replace their tensors. A static one writes into them: into its length, behind
-    its length, and a full sliding one over its oldest tokens, so that these are copied."""
-    state = dict(vars(layer))
+    """A layer's attributes. Most layers replace keys and values, but recurrent states are overwritten, and so are
+    copied. A static layer writes into its length, behind its length, and a full sliding one over its oldest tokens, so
+    that these are copied."""
+    state = dict(vars(layer if isinstance(layer, StaticLayer) else copied(layer)))
     if isinstance(layer, StaticLayer):
         written = ("cumulative_length", "keys", "values") if layer.is_sliding else ("cumulative_length",)
         state |= {name: state[name].clone() for name in written if state[name] is not None}
@@ -55,8 +57,8 @@ def _restore(layer: Any, state: dict[str, Any]) -> None:
 def growing_copy(cache: Any, model: Any) -> Any:
     """A copy of the cache that further passes of the model can append to. A static cache may have no room for them, so
     that its copy is a DynamicCache."""
-    layers = of_decoder(cache).layers
-    if not all(isinstance(layer, StaticLayer) for layer in layers):
+    layers = getattr(of_decoder(cache), "layers", ())
+    if not layers or not all(isinstance(layer, StaticLayer) for layer in layers):
         return copy.deepcopy(cache)
     dynamic: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     for layer, grown in zip(layers, dynamic.layers, strict=True):

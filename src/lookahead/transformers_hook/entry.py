@@ -33,12 +33,12 @@ def decoding(
     sources: Sequence[str] = UNCHANGED, recycle_scope: str = UNCHANGED, suffix_key: int = UNCHANGED,
     suffix_branches: int = UNCHANGED, suffix_length: int = UNCHANGED, suffix_oldest: bool = UNCHANGED,
     step_cost: Sequence[float] | None = UNCHANGED, shared: bool = UNCHANGED, max_depth: int | None = UNCHANGED,
-    exact: bool = UNCHANGED,
+    exact: bool = UNCHANGED, chain: bool = UNCHANGED,
     **unknown: NoReturn,
 ) -> Decoding:  # fmt: skip
     """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
 
-    `window` to `exact` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. They change the config that
+    `window` to `chain` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. They change the config that
     is given, or the default one; see `LookaheadConfig.adapted`. With neither a `config` nor a field, the first call
     measures what a step costs (once per model and machine) and fits the default config to it.
 
@@ -124,7 +124,7 @@ class Decoding:
                 raise ValueError("generate and lookahead.decoding were given two streamers; leave one of them out")
             if streamer is not None and dropped.streamer is None:
                 streamer.put(input_ids.cpu())  # `generate` does this for a streamer of its own
-            check_supported(model, recurrent=True)
+            check_supported(model)
             refuse_unsupported(generation_config, dropped)
             with clear_errors(input_ids.device):
                 run = Run(model, input_ids, generation_config, model_kwargs, self.backend)

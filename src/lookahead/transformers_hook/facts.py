@@ -14,7 +14,7 @@ import torch
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.support import input_device
+from lookahead.backends.support import input_device, runs_trees
 from lookahead.config import LookaheadConfig
 from lookahead.models.patches import global_hooks, patch_of
 
@@ -34,6 +34,7 @@ class ModelFacts:
     whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
     `broken` is why its kernels do not compile, if they do not: it is tried once. `graph_calls` is the number of calls
     that used it.
+    `chains` is why trees cannot run, if a probe has found that and chains can; `joins` is `ChainBackend.joins`.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -50,7 +51,13 @@ class ModelFacts:
     broken: str | None = None
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
+    chains: str = ""
+    joins: bool = False
     logged: set[str] = field(default_factory=set)
+
+    def runs_trees(self, model: Any) -> bool:
+        """Whether trees can run, as far as it is known."""
+        return not self.chains and runs_trees(model)
 
     def log_once(self, line: str) -> None:
         """Log a line, once per model."""

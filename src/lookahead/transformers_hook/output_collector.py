@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.chains import ChainBackend
 from lookahead.engine.request import Event
 from lookahead.models.facts import chunks, sliding_windows
 from lookahead.transformers_hook.arguments import Batch
@@ -41,7 +42,7 @@ def check_outputs(model: Any, names: Sequence[str]) -> None:
 class OutputCollector:
     """Collects per output position, for each of the names, one tensor per layer: [B, 1, D], or [B, H, 1, positions]."""
 
-    def __init__(self, backend: EagerBackend, batch: Batch, first: Any, names: Sequence[str]) -> None:
+    def __init__(self, backend: EagerBackend | ChainBackend, batch: Batch, first: Any, names: Sequence[str]) -> None:
         """`first` is the output of the prompt's pass."""
         self.backend, self.batch = backend, batch
         self.kept: dict[str, list[PerLayer]] = {name: [getattr(first, name)] for name in names}

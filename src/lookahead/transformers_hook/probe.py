@@ -41,9 +41,9 @@ def probe_start(backend: EagerBackend, start: Start) -> None:
     model, patch = backend.model, patch_of(backend.model.modules())
     root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
     try:
-        check_training(model, lambda: _own_logits(model, start, [root])[0])
-        straight = _own_logits(model, start, [root, child, grandchild])
-        own = [straight[0], _own_logits(model, start, [root, decoy])[1], *straight[1:]]
+        check_training(model, lambda: own_logits(model, start, [root])[0])
+        straight = own_logits(model, start, [root, child, grandchild])
+        own = [straight[0], own_logits(model, start, [root, decoy])[1], *straight[1:]]
     except UnsupportedModelError:
         raise
     except FAILURES as error:
@@ -87,9 +87,9 @@ def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -
         check_patches(model, prefix, (token, other_token), lengths, backend.device)
 
 
-def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
+def own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
     """Per token, the logits [B, V] of `generate`'s own single-token passes, on a copy of the cache."""
-    ids, kwargs = start.ids, {**start.kwargs, "past_key_values": growing_copy(start.cache, model)}
+    ids, kwargs = start.ids, {**start.kwargs, start.cache_name: growing_copy(start.cache, model)}
     logits = []
     for token in tokens:
         ids = torch.cat([ids, ids.new_full((len(ids), 1), token)], dim=1)

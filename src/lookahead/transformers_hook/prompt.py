@@ -19,11 +19,12 @@ import torch
 from transformers import GenerationMixin
 
 from lookahead.backends.base import Layers
+from lookahead.backends.eager.chains import CACHE_NAMES
 from lookahead.models.facts import chunks, kind_of, refusal, sliding_windows
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 
-OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position"}
+OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", *CACHE_NAMES}
 """Arguments of a pass that a backend computes from the tree."""
 OF_PICTURES = {"image_grid_thw", "video_grid_thw", "batch_num_images"}
 """Sizes and numbers of images, which matter only in the prompt's pass. Later passes use them only to compute positions,
@@ -50,6 +51,7 @@ class Start:
     of positions, the difference between a token's position and its index in the sequence; `has_positions` says whether
     the model's preparation set them, or left them to the model. `arguments` are those of every further pass (see
     `EagerBackend`). `generate` would continue with `ids` and `kwargs`, and `output` is that of the prompt's pass.
+    `cache_name` is the name of the cache among the arguments of a pass.
     """
 
     logits: torch.Tensor
@@ -61,6 +63,7 @@ class Start:
     ids: torch.Tensor
     kwargs: dict[str, Any]
     output: Any
+    cache_name: str = CACHE_NAMES[0]
 
     @property
     def plain(self) -> bool:
@@ -117,10 +120,12 @@ def is_empty(value: Any) -> bool:
 
 
 @torch.no_grad()
-def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Start:
+def run_prompt(
+    model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any], *, trees: bool = True
+) -> Start:
     """Run the prompt [B, L] through the model's own preparation. `config` is the call's GenerationConfig.
 
-    A given cache gets the prompt's K/V.
+    A given cache gets the prompt's K/V. Trees need a cache of plain keys and values, chains any.
     """
     if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         config = copy.copy(config)
@@ -128,24 +133,27 @@ def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: M
     outputs = model._prefill(input_ids, config, kwargs := dict(model_kwargs))
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
-    return _start(model, input_ids, logits, kwargs, outputs)
+    return _start(model, input_ids, logits, kwargs, outputs, trees)
 
 
-def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any], output: Any) -> Start:
+def _start(
+    model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any], output: Any, trees: bool
+) -> Start:
     # 1. The cache after the prompt.
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
+    name = next((name for name in CACHE_NAMES if kwargs.get(name) is not None), CACHE_NAMES[0])
+    cache = kwargs.get(name)
+    if cache is not None and trees:
         caches.check_cache(cache, len(input_ids))
-    length = 0 if cache is None else int(cache.get_seq_length())
+    length = 0 if cache is None else _length_of(cache, kwargs, input_ids)
     if not length:
-        raise refusal(model, "it returns no K/V cache")
+        raise refusal(model, "it returns no K/V cache" if trees else "it returns no cache to continue from")
     # 2. The arguments of a pass over the first new token.
     ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
     given = inputs.get("input_ids")
     if given is None or given.shape != (len(ids), 1) or not torch.equal(given.to(ids.device), ids[:, -1:]):
         raise refusal(model, "a pass over a new token gets something else than its id")
-    if inputs.get("past_key_values") is not cache:
+    if inputs.get(name) is not cache:
         raise refusal(model, "a pass over a new token gets another cache than the prompt's")
     # 3. The positions that hold tokens, and the next position.
     mask = _mask_of(model, inputs, kwargs, len(ids), length)
@@ -156,7 +164,17 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
     positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
     indices = mask.sum(dim=-1).cpu()
     offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - indices).T.tolist()]
-    return Start(logits, batch, cache, offsets, has_positions, _arguments_of(model, inputs), input_ids, kwargs, output)
+    arguments = _arguments_of(model, inputs)
+    return Start(logits, batch, cache, offsets, has_positions, arguments, input_ids, kwargs, output, name)
+
+
+def _length_of(cache: Any, kwargs: Mapping[str, Any], input_ids: torch.Tensor) -> int:
+    """The number of positions in a cache. One that has only states does not know it, but the mask does."""
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):
+        mask = kwargs.get("attention_mask")
+        return input_ids.shape[1] if mask is None else mask.shape[1] - 1
 
 
 def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], batch_size: int, length: int) -> Any:

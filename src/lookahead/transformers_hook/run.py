@@ -16,7 +16,9 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import Backend, Layers, StepInput
+from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.chains import ChainBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kv import MOST_SHIFT
@@ -27,7 +29,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of
-from lookahead.transformers_hook import caches, facts, output_collector
+from lookahead.transformers_hook import caches, chains, facts, output_collector
 from lookahead.transformers_hook.arguments import check_prompt, is_plain, limit_of
 from lookahead.transformers_hook.backends import Backends
 from lookahead.transformers_hook.cache_state import restored_on_error
@@ -50,18 +52,24 @@ class Run:
         self.model, self.wants, self.kwargs = model, generation_config, model_kwargs
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
-        if getattr(self.cache, "_is_user_defined", False) or self.cache is None or self.cache.get_seq_length():
-            caches.check_cache(self.cache, len(input_ids))  # one that `generate` made is checked when it is filled
         modules = facts.modules_of(model)
         facts.check_adapters(modules, len(input_ids))
         self.outputs = output_collector.requested_outputs(generation_config)
         output_collector.check_outputs(model, self.outputs)
         self.facts = facts.of(model, modules)
         self._backends = Backends(model, modules, self.facts, backend)
+        self._trees = self.facts.runs_trees(model)
+        if self._trees:
+            if getattr(self.cache, "_is_user_defined", False) or self.cache is None or self.cache.get_seq_length():
+                caches.check_cache(self.cache, len(input_ids))  # one that `generate` made is checked when it is filled
+        else:
+            chains.check_given_cache(self.cache, len(input_ids), model_kwargs)
         self.sequences: list[DecodingSequence] = []
         self.collector: output_collector.OutputCollector | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
-        self._left: dict[DecodingSequence, Layers] = {}
+        self._left: dict[DecodingSequence, Any] = {}
+        self._chains: ChainBackend | None = None
+        self._start: Start | None = None  # if the prompt has run
         self._begin = perf_counter()
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
@@ -108,8 +116,9 @@ class Run:
         self, graph: GraphBackend | None, config: LookaheadConfig | None, rules: BatchRules, streamer: Any
     ) -> Any:
         """Run the prompt as `generate` does, then decode."""
-        start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
-        check_hidden(self.model, start, self.batch.mask)
+        start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs, trees=self._trees)
+        if self._trees:
+            check_hidden(self.model, start, self.batch.mask)
         engine = self._set_up_after(start, graph, config, rules)
         return self._decode(engine, start.logits, None, rules, streamer)
 
@@ -132,11 +141,16 @@ class Run:
             if self._backends.name == "graph":
                 raise UnsupportedModelError(f"{reason}; use backend='auto'")
             self.facts.log_once(f"note: {reason}; the eager backend runs it")
-        eager = self._backends.eager(start, self.batch.past, config)
-        self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
+        eager, self._chains = self._backends.eager_or_chains(start, self.batch.past, config)
+        backend: EagerBackend | ChainBackend | None = eager or self._chains
+        if backend is None:
+            raise RuntimeError("every model that is not refused runs trees or chains")
+        self._start, self.batch, self.cache, self._offsets = start, start.batch, start.cache, start.offsets
         if self.outputs:
-            self.collector = output_collector.OutputCollector(eager, start.batch, start.output, self.outputs)
-        return self._set_up(eager, config, rules)
+            if self._chains is not None:
+                chains.check_outputs(self.outputs)
+            self.collector = output_collector.OutputCollector(backend, start.batch, start.output, self.outputs)
+        return self._set_up(backend, config, rules)
 
     def _set_up(self, backend: Backend, config: LookaheadConfig | None, rules: BatchRules) -> Engine:
         """Set the backend, and create one sequence per prompt and the engine that decodes them."""
@@ -175,6 +189,8 @@ class Run:
             ]
             for batch_index, request in enumerate(requests):
                 self._submit(batch_index, request, engine)
+            if self._chains is not None and self._start is not None:
+                chains.adopted(self._chains, self._start, [request.slot for request in requests])
             if first is not None:
                 finished = engine.accept_and_commit(self._roots(requests, first), commit=False)
                 self._stream(streamer, raise_errors(finished.events()), rules)
@@ -194,7 +210,10 @@ class Run:
         output = rules.output(self.sequences, ids)
         if keeps_cache and self.cache is not None:
             left = [self._left[sequence] for sequence in self.sequences]
-            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], left, self._offsets, self._copies)
+            if self._chains is not None and self._start is not None:
+                chains.extend(self.cache, self._chains, self._start, output[:, :-1], left[0])
+            else:
+                caches.extend(self.cache, self.backend, self.batch, output[:, :-1], left, self._offsets, self._copies)
         if not self.wants.return_dict_in_generate:
             return output
         kept: dict[str, Any] = {
@@ -251,7 +270,7 @@ class Run:
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
         """The position limit of this call, less the tokens by which positions exceed indices."""
         further = max((max(offset, default=0) for offset in self._offsets), default=0)
-        return limit_of(self.model.config, lengths, room, max(0, further))
+        return limit_of(self.model.config, lengths, room, max(0, further), own_masks=not self._trees)
 
     def _sequences(self, config: LookaheadConfig, rules: BatchRules) -> list[DecodingSequence]:
         prompts = [self.batch.tokens(batch_index) for batch_index in range(len(self.batch.input_ids))]
@@ -267,7 +286,7 @@ class Run:
         """
         request.slot = self.backend.open()
         engine.submit(request)
-        if self.batch.past:
+        if self.batch.past and self._chains is None:
             mask = self.batch.mask[batch_index, : self.batch.past]
             layers = caches.layers_of(self.cache, batch_index, mask, self._copies)
             self.backend.adopt(request.slot, self.batch.cached(batch_index), layers, self._offsets[batch_index])
@@ -283,7 +302,13 @@ class Run:
         return results
 
     def _keep_cache(self, request: Request) -> None:
-        self._left[request.sequence] = self.backend.cached(request.slot)
+        slot = request.slot
+        if self._chains is None:
+            self._left[request.sequence] = self.backend.cached(slot)
+        elif len(self.sequences) == 1:
+            self._left[request.sequence] = self._chains.length(slot), self._chains.cache_of_rows([slot])
+        else:
+            self._left[request.sequence] = None
 
     def _stream(self, streamer: Any, events: Sequence[Event], rules: BatchRules) -> None:
         """Send a step's tokens to the streamer as `generate` does: one tensor [B] per position.

@@ -372,7 +372,7 @@ def test_every_step_of_the_graph_backend_is_the_same(
     def run(drafter: Drafter) -> list[Any]:
         cost = PassCost(COST)
         # Otherwise trees would depend on how busy the machine is.
-        cost.record_pass = lambda rows, seconds: None  # type: ignore[method-assign]
+        cost.record_pass = lambda rows, seconds, reads=0.0: None  # type: ignore[method-assign]
         engine = Engine(GraphBackend(copy.deepcopy(model)), DraftBudget(cost if shared else None))
         memory, seen = SharedMemory(drafter), list[Any]()
         config = LookaheadConfig(window=3, ngram=ngram, guesses=4, budget=40, sources=SOURCES)

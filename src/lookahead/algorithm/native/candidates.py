@@ -30,7 +30,7 @@ class CandidatesInC:
             0 if candidates.text is None else candidates.text.handle,
             address_of(candidates.rates), address_of(self.numbers), address_of(self.scores),
             0.0 if tables is None else RECYCLE_BONUS, len(candidates.rates),
-            0 if tables is None else tables.first_origin, capacity,
+            0 if tables is None else tables.first_origin, capacity, candidates.chain,
         )  # fmt: skip
         self._packed = array("B", packed)
         self.address = address_of(self._packed)

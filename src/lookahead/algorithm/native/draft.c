@@ -251,6 +251,7 @@ int32_t draft_search(const Step *step, const int32_t *chains) {
     int32_t count = 1, size = 0;
     taken[0] = (Taken){.token = step->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
     while (count <= step->max_tokens) {
+        if (d->chain) size = 0;
         if (taken[count - 1].depth < step->max_depth) queue(heap, &size, taken, count - 1, trie, tables, d, step);
         if (!take_best(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
         if (taken[count].score < step->floor) break;

@@ -152,6 +152,7 @@ typedef struct {
     double *scores;
     double bonus; /* the value of a draft token for learning, in tokens */
     int32_t rate_count, first_origin, capacity;
+    int32_t chain; /* every draft token hangs from the one before it */
 } Candidates;
 
 /* One sequence's part of a step: its limits and the end of its text. An array of integers comes with it: the tokens,

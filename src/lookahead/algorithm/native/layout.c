@@ -20,6 +20,7 @@
     FIELD(Candidates, text, 32) FIELD(Candidates, rates, 40) FIELD(Candidates, drafted, 48) \
     FIELD(Candidates, scores, 56) FIELD(Candidates, bonus, 64) FIELD(Candidates, rate_count, 72) \
     FIELD(Candidates, first_origin, 76) FIELD(Candidates, capacity, 80) \
+    FIELD(Candidates, chain, 84) \
     SIZE(Step, 88) \
     FIELD(Step, candidates, 0) FIELD(Step, cost, 8) FIELD(Step, trust, 16) FIELD(Step, bonus, 24) \
     FIELD(Step, floor, 32) FIELD(Step, all_taken, 40) FIELD(Step, cost_count, 44) FIELD(Step, max_tokens, 48) \

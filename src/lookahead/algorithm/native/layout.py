@@ -43,7 +43,7 @@ TEXT_SETTINGS = Record(
 STEP_SUCCESSORS = Record("StepSuccessors", nodes="i", needed_count="i", count="i", before="2i", replace="i", stride="i")
 CANDIDATES = Record(
     "Candidates", last="P", own="P", shared="P", bigrams="P", text="P", rates="P", drafted="P", scores="P", bonus="d",
-    rate_count="i", first_origin="i", capacity="i",
+    rate_count="i", first_origin="i", capacity="i", chain="i",
 )  # fmt: skip
 STEP = Record(
     "Step", candidates="P", cost="P", trust="P", bonus="d", floor="d", all_taken="i", cost_count="i", max_tokens="i",

@@ -31,7 +31,7 @@ from lookahead.backends.cpu.rows import BatchSequence, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
-from lookahead.backends.support import check_supported
+from lookahead.backends.support import check_supported, check_trees
 from lookahead.models.facts import context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder
@@ -52,6 +52,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     def __init__(self, model: Any, *, probed: bool = True, description: Decoder | None = None) -> None:
         """`probed=False` skips all numerical checks; `description` replaces the model's own."""
         check_supported(model)
+        check_trees(model)
         self.description = read(model, "cpu") if description is None else description
         check_lowers(self.description)
         self.model = model

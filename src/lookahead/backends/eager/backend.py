@@ -18,10 +18,10 @@ from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
+from lookahead.backends.eager.reading import per_token, read_logits, shifted
 from lookahead.backends.failures import memory_error
 from lookahead.backends.probe import probe
-from lookahead.backends.sampling import log_probs, pick, top_tokens
-from lookahead.backends.support import check_own_forward, check_supported, input_device, layer_shapes
+from lookahead.backends.support import check_own_forward, check_supported, check_trees, input_device, layer_shapes
 from lookahead.models.facts import chunks, context_length, sliding_windows, tensor_parallel_ranks
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -75,6 +75,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         `outputs` has each slot's part of the last pass.
         """
         check_supported(model)
+        check_trees(model)
         check_own_forward(model)
         self.model = model
         self.device = input_device(model)
@@ -134,7 +135,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
     def collect(self, launched: Launched) -> list[StepOutput]:
         outputs: dict[int, StepOutput] = {}
         for batch, logits, indices in launched.passes:
-            outputs.update(self._read(batch, logits, indices))
+            outputs.update(read_logits(batch, logits, indices))
         return [outputs.get(slot, StepOutput([])) for slot in launched.slots]
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
@@ -224,64 +225,16 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         K/V are written from `start` on.
         """
         cache = StepCache(self._buffer, first, len(tokens), start)
-        kwargs = {name: self._per_token(value, tokens.shape) for name, value in self._arguments.items()}
+        offsets = [self._offset.get(sequence.slot) for sequence in inputs]
+        kwargs = {name: per_token(value, tokens.shape, self.device) for name, value in self._arguments.items()}
         if self._selects_logits:
             kwargs["logits_to_keep"] = torch.tensor(indices, device=self.device)
         with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
             return self.model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
-                position_ids=torch.from_numpy(self._shifted(positions, inputs)).to(self.device),
+                position_ids=torch.from_numpy(shifted(positions, offsets)).to(self.device),
                 attention_mask=self._masks.of(positions, seen, lengths, start),
                 past_key_values=cache,
                 use_cache=True,
                 **kwargs,
             )
-
-    def _per_token(self, value: Any, shape: tuple[int, ...]) -> Any:
-        """An argument for a pass of this shape [B, T]: a value for every token becomes a tensor of that shape."""
-        if isinstance(value, torch.Tensor) and not value.dim():
-            return value.to(self.device).expand(shape)
-        return value
-
-    def _shifted(self, positions: np.ndarray[Any, Any], inputs: Sequence[StepInput]) -> np.ndarray[Any, Any]:
-        """Indices in the sequences [B, T] -> the model's positions, [B, T], or [axes, B, T] if it has several axes."""
-        offsets = [self._offset.get(sequence.slot) or (0,) for sequence in inputs]
-        if len(offsets[0]) == 1:
-            moved = positions + np.asarray(offsets)
-        else:
-            moved = positions[None] + np.asarray(offsets).T[:, :, None]
-        return np.maximum(moved, 0)  # the padding of shorter trees in a batch has index 0
-
-    def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, indices: list[int]) -> dict[int, StepOutput]:
-        """[B, len(indices), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
-        row = {index: i for i, index in enumerate(indices)}
-        rows = [[row[len(sequence.chunk) + node] for node in sequence.tree.needed] for sequence in batch]
-        own = [logits[i] if needed == list(range(len(indices))) else logits[i][needed] for i, needed in enumerate(rows)]
-        top = min(max(sequence.top for sequence in batch), self.vocab_size)
-        scores = [sequence.adjusted(own_logits) for own_logits, sequence in zip(own, batch, strict=True)]
-        if all(sequence.sampling.greedy for sequence in batch):
-            targets = torch.cat(scores).argmax(dim=-1)
-        else:
-            pairs = zip(scores, batch, strict=True)
-            targets = torch.cat([pick(s, sequence.sampling, sequence.uniforms) for s, sequence in pairs])
-        columns = [targets[:, None].to(torch.int32), *([top_tokens(torch.cat(scores), top)] if top else [])]
-        packed = np.split(torch.cat(columns, dim=1).cpu().numpy(), np.cumsum([len(needed) for needed in rows])[:-1])
-        outputs = {
-            sequence.slot: StepOutput(
-                part[:, 0].tolist(),
-                best(part[:, 1:], min(sequence.top, top)) if sequence.top else None,
-                own_logits if sequence.logits else None,
-            )
-            for sequence, part, own_logits in zip(batch, packed, own, strict=True)
-        }
-        for sequence, part, own_logits in zip(batch, packed, own, strict=True):
-            if sequence.logprobs is not None:
-                output, chosen = outputs[sequence.slot], torch.from_numpy(part[:, 0]).to(logits.device)
-                output.likely, output.logprobs = log_probs(own_logits, chosen, sequence.logprobs)
-        return outputs
-
-
-def best(top: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Top tokens and their levels [R, 2 n] -> those of the `count` best."""
-    most = top.shape[1] // 2
-    return top if count == most else top[:, [*range(count), *range(most, most + count)]]

@@ -33,7 +33,7 @@ from lookahead.backends.graph.planner import Planner
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
 from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, MOST_STATE_NODES, PAGE, ROW_SIZES, bucket
-from lookahead.backends.support import check_supported
+from lookahead.backends.support import check_supported, check_trees
 from lookahead.kv.pages import PagePools
 from lookahead.kv.slots import Slot, Slots
 from lookahead.kv.states import KeptRows, Snapshots
@@ -70,7 +70,8 @@ class GraphBackend:
         description: Decoder | None = None,
         adopts_prompts: bool = False,
     ) -> None:
-        check_supported(model, recurrent=True)
+        check_supported(model)
+        check_trees(model, recurrent=True)
         decoder = read(model, "graph") if description is None else description
         if not (decoder.causal_prompt or adopts_prompts):
             raise UnsupportedModelError(

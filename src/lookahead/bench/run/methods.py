@@ -50,7 +50,11 @@ def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
     """A config as JSON, without what the user did not choose: the measured step cost, and limits that are not set."""
     hidden = {"step_cost"}
     if config is not None:
-        hidden |= {name for name, usual in (("max_depth", None), ("exact", True)) if getattr(config, name) is usual}
+        hidden |= {
+            name
+            for name, usual in (("max_depth", None), ("exact", True), ("chain", False))
+            if getattr(config, name) is usual
+        }
     return None if config is None else {k: v for k, v in asdict(config).items() if k not in hidden}
 
 
