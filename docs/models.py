@@ -354,9 +354,8 @@ the eager backend runs it: exact in fp32, a few times slower, and in half precis
 that of token-by-token decoding. Where there are images, the graph backend continued behind a prompt with one.
 These classes run there with [quantised weights](quantised.md), too.
 
-**in chains**: the draft tokens of a step are one chain, since the class has a recurrent state or attention that takes
-no mask of ours. It runs in the class's own cache, on the eager backend. The whole text is what it is token by token, and
-fewer draft tokens are accepted than in a tree.
+**in chains**: the draft tokens of a step are one chain, since the class has a recurrent state, or attention that takes
+no mask of ours ([what that costs](limits.md#chains)).
 
 **refused**: `generate` stops with this message before the first token. An encoder-decoder that could not be built, or
 that does not start from text, is listed with the message that its config alone gives.

@@ -121,7 +121,7 @@ def test_a_refused_chain_leaves_the_length_as_it_was() -> None:
 def test_ends_inside_a_chain() -> None:
     text = expected("Qwen3NextForCausalLM")[0]
     end = next(token for token in text[6:] if text.index(token) >= 6)
-    for ends, reason in ((None, "stop"), (lambda token: token == end, "stop")):
+    for ends, reason in ((None, "eos"), (lambda token: token == end, "stop")):
         rules = StopRules(COUNT, frozenset() if ends else frozenset({end}))
         sequence = DecodingSequence(LONG, CHAINS, rules=rules, ends=ends, prediction=text)
         engine = Engine(backend_of("Qwen3NextForCausalLM"))

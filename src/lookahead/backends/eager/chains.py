@@ -113,7 +113,7 @@ class ChainBackend:
 
     def close(self, slot: int) -> None:
         del self._length[slot]
-        for held in (self._group, self._offset, self._last, self.outputs):
+        for held in (self._group, self._offset, self._last):
             held.pop(slot, None)
 
     def length(self, slot: int) -> int:
