@@ -41,6 +41,8 @@ from random_hybrids import FULL, LINEAR, allocated_hybrid, draw_weights
 import lookahead
 
 STRENGTH = 0.05
+"""The size of what an added layer adds, relative to that of the residual stream. With it, delta-small and mamba-small
+answered 3 of 3 prompts in other words than the embedded model from the fifth token on, and in good ones."""
 CONSTANT = 2.0**20
 """The last column of queries and keys in Qwen3.5. Those of the embedded model are shorter than 2^6, so that their
 squares are nothing beside this one's, and the norm's weight, which is stored less 1, has 16 bits."""

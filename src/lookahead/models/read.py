@@ -53,6 +53,8 @@ def read(model: Any, backend: str) -> Decoder:
 def _why_unread(model: Any) -> str:
     """Why a class has no reader, if its config shows a reason."""
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_mem_blocks", None):
+        return ", whose attention reads the embedding again, between layers that share it"
     if getattr(config, "kv_lora_rank", None):
         return ", which compresses its K/V (MLA)"
     if any(getattr(config, name, None) for name in EXPERTS):

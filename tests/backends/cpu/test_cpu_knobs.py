@@ -26,11 +26,12 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.invariance import invariant_nodes, parts_of, reduced_model
-from lookahead.backends.cpu.lower import lower
+from lookahead.backends.cpu.lower import check_lowers, lower
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.norm import Norm
 from lookahead.models.quantised import Codes, Format
+from lookahead.models.read import read
 from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Attention, Decoder
 
@@ -314,3 +315,11 @@ def test_weights_that_are_not_in_memory_are_refused() -> None:
     away = replace(decoder("scale"), embedding=decoder("scale").embedding.to("meta"))
     with pytest.raises(UnsupportedModelError, match="the cpu backend does not run this model: it is on meta"):
         backend(away)
+
+
+@pytest.mark.parametrize("row", ["qwen3.5", "lfm2"])
+def test_recurrent_states_are_refused(row: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="the cpu backend does not run this model: it keeps a recurrent state"
+    ):
+        check_lowers(read(build(row), "cpu"))
