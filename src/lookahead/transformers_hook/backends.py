@@ -108,9 +108,10 @@ class Backends:
                 except UnsupportedModelError:
                     raise error from None
                 self.facts.chains = first_line(error)
-                self.facts.log_once(f"note: {self.facts.chains}; its steps are chains, in its own cache")
-                return None, backend
-        return None, chain_backend(self.model, self.facts, start)
+        else:
+            backend = chain_backend(self.model, self.facts, start)
+        self.facts.log_once(f"note: {self.facts.chains}; its steps are chains, in its own cache")
+        return None, backend
 
     def _eager(self, start: Start, past: int, config: LookaheadConfig | None) -> EagerBackend:
         """The model is probed unless an earlier call had the same form."""
