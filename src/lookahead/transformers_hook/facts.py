@@ -34,7 +34,8 @@ class ModelFacts:
     whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
     `broken` is why its kernels do not compile, if they do not: it is tried once. `graph_calls` is the number of calls
     that used it.
-    `chains` is why trees cannot run, if that is known; `joins` is `ChainBackend.joins`.
+    `chains` is why trees cannot run, if that is known, and `chain_forms` are the forms of calls in which they cannot;
+    `joins` is `ChainBackend.joins`.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -52,6 +53,7 @@ class ModelFacts:
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
     chains: str = ""
+    chain_forms: set[tuple[Any, ...]] = field(default_factory=set)
     joins: bool = False
     logged: set[str] = field(default_factory=set)
 
