@@ -14,7 +14,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.chains import ChainBackend
 from lookahead.backends.failures import CompilerError, brief, clear_errors
 from lookahead.backends.probe import probe
-from lookahead.backends.support import check_supported, input_device, runs_trees
+from lookahead.backends.support import check_supported, input_device, why_no_trees
 from lookahead.config import BACKENDS
 from lookahead.models.facts import UnsupportedModelError, first_line
 from lookahead.models.patches import patch_of
@@ -51,8 +51,11 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
 def eager_backend(model: Any, log: Callable[[str], None] | None = None) -> Backend:
     """Create and probe a backend that runs the model's own forward pass: over trees, or else over chains. If a probe
     refuses both, the error is that of the trees."""
-    if not runs_trees(model):
-        return ChainBackend(model)
+    if reason := why_no_trees(model):
+        backend = ChainBackend(model)
+        if log is not None:
+            log(f"note: {reason}; its steps are chains, in its own cache")
+        return backend
     try:
         return EagerBackend(model)
     except UnsupportedModelError as error:

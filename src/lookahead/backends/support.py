@@ -33,9 +33,16 @@ def check_supported(model: Any) -> None:
     if getattr(config, "attention_type", None) == "block_sparse" and kind_of(model) == "big_bird":
         reason = "its block-sparse attention is not causal; load it with attention_type='original_full'"
         raise refusal(model, reason)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
+        raise refusal(model, f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
     own_loop = getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None)
     if isinstance(model, GenerationMixin) and own_loop:
         raise refusal(model, "it has a decoding loop of its own, as models of audio codes do")
+
+
+def no_trees(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model type {kind_of(model)!r} cannot run trees: {reason}")
 
 
 def check_trees(model: Any, *, recurrent: bool = False) -> None:
@@ -48,7 +55,7 @@ def check_trees(model: Any, *, recurrent: bool = False) -> None:
     config = model.config.get_text_config(decoder=True)
 
     def refuse(reason: str) -> None:
-        raise UnsupportedModelError(f"model type {kind!r} cannot run trees: {reason}")
+        raise no_trees(model, reason)
 
     kinds = set(getattr(config, "layer_types", None) or ())
     stateful = getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS)
@@ -65,26 +72,24 @@ def check_trees(model: Any, *, recurrent: bool = False) -> None:
     others = sorted(kinds - KNOWN_LAYERS)
     if others and not recurrent:
         refuse(f"its {others[0]} layers do not read a K/V cache by position")
-    attention = getattr(config, "_attn_implementation", "eager")
-    if attention not in ("sdpa", "eager"):
-        refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
 
 
-def runs_trees(model: Any) -> bool:
-    """Whether `check_trees` and `check_own_forward` have nothing against this model; a probe may find more."""
+def why_no_trees(model: Any) -> str:
+    """What `check_trees` or `check_own_forward` have against this model; nothing if it runs trees, as far as a probe
+    does not find more."""
     try:
         check_trees(model)
         check_own_forward(model)
-    except UnsupportedModelError:
-        return False
-    return True
+    except UnsupportedModelError as error:
+        return first_line(error)
+    return ""
 
 
 def check_own_forward(model: Any) -> None:
     """As `check_supported`, for the eager backend, which runs trees in the model's own forward pass."""
     config = model.config.get_text_config(decoder=True)
     if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise refusal(model, "its local attention counts indices in the cache, not positions")
+        raise no_trees(model, "its local attention counts indices in the cache, not positions")
 
 
 def input_device(model: Any) -> torch.device:

@@ -97,7 +97,8 @@ class Backends:
 
         The first `past` positions were in the given cache before the prompt ran.
         """
-        if self.facts.runs_trees(self.model):
+        reason = self.facts.chains
+        if self.facts.runs_trees(self.model) and start.form not in self.facts.chain_forms:
             try:
                 return self._eager(start, past, config), None
             except UnsupportedModelError as error:
@@ -107,10 +108,14 @@ class Backends:
                     backend = chain_backend(self.model, self.facts, start)
                 except UnsupportedModelError:
                     raise error from None
-                self.facts.chains = first_line(error)
-                self.facts.log_once(f"note: {self.facts.chains}; its steps are chains, in its own cache")
-                return None, backend
-        return None, chain_backend(self.model, self.facts, start)
+                reason = first_line(error)
+                self.facts.chain_forms.add(start.form)
+                if start.plain:
+                    self.facts.chains = reason
+        else:
+            backend = chain_backend(self.model, self.facts, start)
+        self.facts.log_once(f"note: {reason or 'trees cannot run'}; its steps are chains, in its own cache")
+        return None, backend
 
     def _eager(self, start: Start, past: int, config: LookaheadConfig | None) -> EagerBackend:
         """The model is probed unless an earlier call had the same form."""

@@ -150,7 +150,7 @@ def extend(cache: Any, backend: ChainBackend, start: Start, ids: torch.Tensor, l
 def replace(cache: Any, other: Any) -> None:
     """Let a cache, which the caller of `generate` may know, hold what another one holds. It gets tensors of its own:
     those of a backend can only be used in inference mode."""
-    other = changed(other, lambda tensor, grows: tensor.clone())
+    other = changed(other, lambda tensor, name: tensor.clone())
     if isinstance(cache, list):
         cache[:] = other
         return

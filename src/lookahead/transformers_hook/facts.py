@@ -14,7 +14,7 @@ import torch
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.support import input_device, runs_trees
+from lookahead.backends.support import input_device, why_no_trees
 from lookahead.config import LookaheadConfig
 from lookahead.models.patches import global_hooks, patch_of
 
@@ -34,7 +34,8 @@ class ModelFacts:
     whether it must be synced before every call: see `GraphBackend.has_computed_weights`.
     `broken` is why its kernels do not compile, if they do not: it is tried once. `graph_calls` is the number of calls
     that used it.
-    `chains` is why trees cannot run, if a probe has found that and chains can; `joins` is `ChainBackend.joins`.
+    `chains` is why trees cannot run, if that is known, and `chain_forms` are the forms of calls in which they cannot;
+    `joins` is `ChainBackend.joins`.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -52,12 +53,14 @@ class ModelFacts:
     graph_calls: int = 0
     turn: RLock = field(default_factory=RLock)
     chains: str = ""
+    chain_forms: set[tuple[Any, ...]] = field(default_factory=set)
     joins: bool = False
     logged: set[str] = field(default_factory=set)
 
     def runs_trees(self, model: Any) -> bool:
         """Whether trees can run, as far as it is known."""
-        return not self.chains and runs_trees(model)
+        self.chains = self.chains or why_no_trees(model)
+        return not self.chains
 
     def log_once(self, line: str) -> None:
         """Log a line, once per model."""

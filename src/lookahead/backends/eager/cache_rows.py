@@ -22,38 +22,39 @@ JOINED_LAYERS = frozenset({
 """Layers of which the caches of several sequences can be joined to one."""
 KEYS_AND_VALUES, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
 
-Change = Callable[[torch.Tensor, bool], torch.Tensor]
-"""From a tensor of a cache, and whether a pass replaces it by a longer one, to that of another cache."""
+Change = Callable[[torch.Tensor, str], torch.Tensor]
+"""From a tensor of a cache, and its name in GROWING if a pass replaces it by a longer one, to that of another cache."""
 
 
-def changed(held: Any, change: Change, grows: bool = False) -> Any:
-    """A cache like this one, whose tensors are `change` of its tensors. `grows`: see `Change`."""
+def changed(held: Any, change: Change, name: str = "") -> Any:
+    """A cache like this one, whose tensors are `change` of its tensors. `name`: see `Change`."""
     if isinstance(held, torch.Tensor):
-        return change(held, grows)
+        return change(held, name)
     if isinstance(held, dict):
-        return {key: changed(value, change, grows) for key, value in held.items()}
+        return {key: changed(value, change, name) for key, value in held.items()}
     if isinstance(held, list | tuple):
-        return type(held)([changed(value, change, grows) for value in held])
+        return type(held)([changed(value, change, name) for value in held])
     if isinstance(held, PreTrainedConfig | type) or callable(held) or not hasattr(held, "__dict__"):
         return held
     made = object.__new__(type(held))
     static = isinstance(held, StaticLayer)
-    for name, value in vars(held).items():
-        vars(made)[name] = changed(value, change, name in GROWING and not static)
+    for own, value in vars(held).items():
+        vars(made)[own] = changed(value, change, own if own in GROWING and not static else "")
     return made
 
 
 def copied(cache: Any) -> Any:
     """A cache that further passes over the other one do not change."""
-    return changed(cache, lambda tensor, grows: tensor if grows else tensor.clone())
+    return changed(cache, lambda tensor, name: tensor if name else tensor.clone())
 
 
 def row_of(cache: Any, rows: int, index: int) -> Any:
     """The cache of one of its `rows` sequences. Tensors without a row for each sequence are common to all."""
 
-    def row(tensor: torch.Tensor, grows: bool) -> torch.Tensor:
-        own = tensor[index : index + 1] if tensor.dim() > 1 and tensor.shape[0] == rows else tensor
-        return own if grows else own.clone()
+    def row(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        dim = 1 if name == "indexer_position_ids" else 0  # which are [axes, B, T]
+        own = tensor.narrow(dim, index, 1) if tensor.dim() > 1 and tensor.shape[dim] == rows else tensor
+        return own if name else own.clone()
 
     return copied(cache) if rows == 1 else changed(cache, row)
 

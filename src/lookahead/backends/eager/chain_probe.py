@@ -76,6 +76,9 @@ def check_chains(model: Any) -> None:
 
 def why_not(model: Any) -> str | None:
     """Why passes over several tokens are known to differ from passes over one; None where nothing is known."""
+    config = model.config.get_text_config(decoder=True)
+    if "reference_sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention depends on where its first pass ended"
     for module in model.modules():
         limit = getattr(module, "time_step_limit", None)
         if limit is not None and tuple(limit) != (0.0, float("inf")):
