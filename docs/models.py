@@ -156,7 +156,7 @@ def verdict(name: str) -> Verdict:
         return Verdict(untested(name, f"transformers' own generate fails on it: {one_line(error)}"))
     if status(text) != EXACT:
         return Verdict(text)
-    if not facts.known[model].runs_trees(model):
+    if any(known.chains for known in facts.known.values()):  # a class may call the `generate` of a part of it
         text = text.replace(EXACT, f"{EXACT}, {IN_CHAINS}", 1)
     cuda, cpu = decoded(model, CASES, backend="graph"), on_cpu_backend(model)
     if pictured := with_images(name) if text in (EXACT, f"{EXACT}, {IN_CHAINS}") else None:

@@ -119,7 +119,7 @@ def test_models_without_a_cache_to_read() -> None:
     tiny = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     t5 = T5ForConditionalGeneration(T5Config(**tiny, decoder_start_token_id=0)).eval()
     mamba = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)).eval()
-    for model, says in ((t5, "'t5'.*encoder-decoder"), (mamba, "'mamba'.*recurrent state")):
+    for model, says in ((t5, "'t5'.*encoder-decoder"), (mamba, "'mamba'.*Mamba-1.*no state with several tokens")):
         with pytest.raises(ValueError, match=says):
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, custom_generate=decoding())
 

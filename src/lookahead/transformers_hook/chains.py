@@ -60,15 +60,15 @@ def chain_backend(model: Any, known: ModelFacts, start: Start) -> ChainBackend:
     """A chain backend for this call. The model is probed unless an earlier call had the same form."""
     backend = ChainBackend(model, probed=False, arguments=start.arguments)
     usual = start.plain and start.has_positions
-    form = ("chains",) if usual else ("chains", *start.form)
+    form = ("chains", *start.form)
     with facts.probing:
-        if form not in known.probed:
-            if usual:
-                probed = ChainBackend(model, probed=False)
-                probe_chains(probed)
-                known.joins = probed.joins
-            else:
-                probe_start(backend, start)
+        if usual and ("chains",) not in known.probed:
+            probed = ChainBackend(model, probed=False)
+            probe_chains(probed)
+            known.joins = probed.joins
+            known.probed["chains",] = set()
+        if form not in known.probed and not (usual and start.batch.mask.all()):
+            probe_start(backend, start)
             known.probed[form] = set()
     backend.joins = usual and known.joins
     return backend
