@@ -28,6 +28,7 @@ def arguments(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*given.split(), "--data-dir", str(data_dir), "--backend", "graph"]
 
 
+@pytest.mark.slow
 def test_a_mixture_that_speaks_is_measured(
     arguments: list[str],
     make_model: Any,

@@ -60,6 +60,7 @@ def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("name", slow_but(DENSE, *(set(DENSE) & set(FIRST_ROWS))))
+@pytest.mark.thinned(1)
 def test_every_class_with_a_reader_has_one_when_it_is_quantised(name: str, dtype: str) -> None:
     model = build(name)
     quantise_model(model, dtype, CPU)

@@ -77,7 +77,7 @@ def test_dtype() -> None:
     for quantised in FORMATS:  # what is not quantised has the dtype of 'auto'
         assert pick_dtype(quantised, CPU) is torch.float32
         assert pick_dtype(quantised, torch.device("cuda")) == "auto"
-    with pytest.raises(ModelError, match="unknown dtype 'int5'; use auto, float32, bfloat16, float16, fp8, int8, int4"):
+    with pytest.raises(ModelError, match="unknown dtype 'int5'; use auto, float32, bfloat16, float16, fp8,"):
         pick_dtype("int5", CPU)
     assert ("auto", *DTYPES, *FORMATS) == CLI_DTYPES
 

@@ -130,7 +130,7 @@ def test_blocks_are_kept_where_kernels_read_them(make_model: Any) -> None:
     assert keeps_blocks(model, gpu)
     assert not keeps_blocks(model, torch.device("cpu"))
     assert not keeps_blocks(make_model(), gpu)
-    assert not keeps_blocks(tiny("GraniteMoe").to(torch.bfloat16), gpu)  # without a reader
+    assert not keeps_blocks(tiny("Jamba").to(torch.bfloat16), gpu)  # without a reader
 
 
 def test_a_packed_model_generates_what_its_expansion_does(tokenizer: Any, settings: Any, tmp_path: Path) -> None:

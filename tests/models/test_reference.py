@@ -299,6 +299,7 @@ MISTAKES: list[tuple[str, str, Callable[[Block], Block]]] = [
 
 @pytest.mark.parametrize(("row", "change"), [pytest.param(row, change, id=name) for name, row, change in MISTAKES])
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.thinned(1)
 def test_a_mistake_is_seen(row: str, change: Callable[[Block], Block], layer: int) -> None:
     """One block read wrongly changes logits far more than rounding does."""
     model = model_of(row)

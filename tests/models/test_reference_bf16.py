@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from model_table import EXPERT_ROWS, FIRST_ROWS, build, error, stock_logits
 from tiny import VOCABULARY
 
@@ -44,7 +45,7 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
     assert error(reference.forward(description, TOKENS), exact) < 1.5 * error(stock_logits(model, TOKENS), exact)
 
 
-@pytest.mark.parametrize("name", FIRST_ROWS)
+@pytest.mark.parametrize("name", slow_but(FIRST_ROWS, *FIRST_ROWS[::3]))
 def test_norms_round_where_their_modules_round(name: str) -> None:
     """In bf16 every norm with a weight has the bits of the module that the weight is from.
 
@@ -71,7 +72,7 @@ def test_norms_round_where_their_modules_round(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("name", [name for name in FIRST_ROWS if name not in MIXTURES])
+@pytest.mark.parametrize("name", slow_but([name for name in FIRST_ROWS if name not in MIXTURES], *FIRST_ROWS[::3]))
 def test_half_precision_is_as_exact_as_transformers(name: str) -> None:
     """Most families even have the same bits; not those that rotate in fp32, or whose matrices add biases otherwise."""
     exact = stock_logits(build(name, attn_implementation="eager"), TOKENS)

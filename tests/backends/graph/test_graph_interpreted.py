@@ -15,7 +15,6 @@ import torch
 from described import HIDDEN
 from interpreting import interpreted_backends
 from knobs import DIM, HEADS, KV_HEADS, Maker
-from marks import slow_but
 from model_table import ROUNDING, error
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
@@ -150,7 +149,8 @@ def test_blocks_of_every_structure(interpreted: Callable[..., GraphBackend]) -> 
     assert error(found, forward_tree(described, prefix, tree.tokens, tree.parents)) < 5 * ROUNDING
 
 
-@pytest.mark.parametrize("name", slow_but(RECURRENT, "qwen3.5"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_states(
     name: str, interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
 ) -> None:
@@ -160,6 +160,7 @@ def test_recurrent_states(
     assert told(interpreted(tiny(kind, **changes)), PROMPT[:5], expected) == (expected, 2)
 
 
+@pytest.mark.slow
 def test_penalties_and_a_bias(interpreted: Callable[[Any], GraphBackend]) -> None:
     """The step counts what was accepted, and adjusts logits by the tables of its lines."""
     model = tiny("Llama", num_hidden_layers=1)

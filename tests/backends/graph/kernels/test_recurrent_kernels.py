@@ -176,7 +176,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 @pytest.mark.parametrize(
     "name", [*slow_but(SHAPES, *QUICK), *[pytest.param(name, marks=ON_GPU) for name in TRUE_SHAPES]]
 )
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", slow_but([True, False], True))
 def test_bits_do_not_depend_on_how_tokens_run(device: torch.device, name: str, kernels: bool) -> None:
     """One text: in one chunk; in chunks of 1, 2 and 5 beside another sequence; token by token; and by a tree whose
     accepted path is replayed. Outputs and states are equal bit for bit, on numbers that cancel. The twins do the same
