@@ -157,7 +157,7 @@ def verdict(name: str) -> Verdict:
     if status(text) != EXACT:
         return Verdict(text)
     if any(known.chains for known in facts.known.values()):  # a class may call the `generate` of a part of it
-        text = text.replace(EXACT, f"{EXACT}, {IN_CHAINS}", 1)
+        text = text.replace(EXACT, f"{EXACT}, {IN_CHAINS}" + ("" if text == EXACT else ","), 1)
     cuda, cpu = decoded(model, CASES, backend="graph"), on_cpu_backend(model)
     if pictured := with_images(name) if text in (EXACT, f"{EXACT}, {IN_CHAINS}") else None:
         seen = {backend: decoded_with(pictured, backend) for backend in ("auto", "graph")}

@@ -19,6 +19,8 @@ ONE, THREE = ids(LONG), ids(LONG, LONG[3:14], LONG[7:10])
 GREEDY = {"max_new_tokens": 20, "pad_token_id": 0}
 KEPT = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
 NAMES = known((*RECURRENT, *OTHERS))
+ALONE = ("RwkvForCausalLM", "MiniMaxM3VLForCausalLM")
+"""Classes whose own rows behind padding depend on the length of a pass: their batches are refused."""
 HYBRIDS = ("Qwen3NextForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "MiniMaxForCausalLM", "Qwen3_5ForCausalLM")
 
 
@@ -38,6 +40,8 @@ def hidden_of(cache: Any) -> list[torch.Tensor]:
         elif hasattr(held, "layers"):
             collect(held.layers)
             collect(getattr(held, "linear_cache", []))
+        elif hasattr(held, "rnn_state"):
+            collect(held.rnn_state)
         elif hasattr(held, "keys") or hasattr(held, "conv_states"):
             for name in ("keys", "values", "conv_states", "recurrent_states", "cumulative_length"):
                 collect(getattr(held, name, None))
@@ -65,13 +69,20 @@ def test_tokens_logits_and_the_cache(name: str) -> None:
     same_states(pair.stock.past_key_values, pair.ours.past_key_values)
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in NAMES if name != "RwkvForCausalLM"], *QUICK))
+@pytest.mark.parametrize("name", slow_but([name for name in NAMES if name not in ALONE], *QUICK))
 def test_batches_and_samples(name: str) -> None:
     pair = run_both(chain_model(name), THREE, **GREEDY, **KEPT).same()
     if name in HYBRIDS:
         same_states(pair.stock.past_key_values, pair.ours.past_key_values)
     for inputs in (ONE, THREE):
         run_both(chain_model(name), inputs, **GREEDY, do_sample=True, temperature=0.8, eos_token_id=7).same()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", known(ALONE))
+def test_batches_of_classes_that_contradict_themselves_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="other logits than generate's own passes"):
+        chain_model(name).generate(**THREE, **GREEDY, custom_generate=decoding())
 
 
 @pytest.mark.parametrize("rows", [1, 2])
