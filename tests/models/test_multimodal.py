@@ -34,7 +34,9 @@ def test_text(name: str) -> None:
         model = tiny_model(name)
     described = read(model, "some")
     assert described.causal_prompt
-    assert error(reference.forward(described, TOKENS), stock_logits(model, TOKENS)) < ROUNDING
+    # transformers folds prompts through gated delta nets in blocks, which is 5e-5 from its own single tokens.
+    bound = 1e-4 if any(block.recurrent is not None for block in described.blocks) else ROUNDING
+    assert error(reference.forward(described, TOKENS), stock_logits(model, TOKENS)) < bound
 
 
 @pytest.mark.parametrize("name", ["paligemma", "paligemma2"])
