@@ -6,6 +6,7 @@ Through `lookahead.load` and `generate`, with prompts that do not repeat. For ev
     warm     the default, which keeps what it learns from one answer for the next; S, and the rows of a step (K)
     cold     the default with an empty memory for every prompt
     equal    how many texts of both equal token by token, which runs all prompts as one batch
+    gap %    the median share of a step of the default in which the device waits for the host (warm, and `streams`)
 
 `--without-bigrams` adds warm and cold without the model's bigrams, `--with-window` with the default window, which a
 default config leaves out where bigrams are known. `sampled` is the same at temperature 0.7. `streams`
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from device_gaps import device_gaps
 from inflate_hybrids import SHAPES, load_in
 
 import lookahead
@@ -124,12 +126,14 @@ class Answers:
             variants.append((" with window", True, replace(self.lm.default_config, window=LookaheadConfig.window)))
         for variant, bigrams, config in variants:
             for how in ("warm", "cold"):
-                found, stats = self.answer(prompts, cold=how == "cold", bigrams=bigrams, config=config, **settings)
+                with device_gaps() as gaps:
+                    found, stats = self.answer(prompts, cold=how == "cold", bigrams=bigrams, config=config, **settings)
                 label = how + variant
                 record[label] = round(stats.tokens_per_second, 1)
                 record[f"S {label}"] = round(stats.compression, 3)
                 if label == "warm":
                     record["K"] = round(stats.tokens_per_step, 1)
+                    record["gap %"] = gaps.percent()
                 texts += len(found)
                 equal += sum(one.token_ids == other.token_ids for one, other in zip(expected, found, strict=True))
         self.add(name, record | {"equal": f"{equal} of {texts}"})
@@ -150,10 +154,11 @@ class Answers:
         for _ in range(2 * count):
             load.add()
         measure(load, count, 0.7 * count * tokens)
-        found = measure(load, count, max(1.3 * count, 24) * tokens)
+        with device_gaps() as gaps:
+            found = measure(load, count, max(1.3 * count, 24) * tokens)
         load.end()
         lm.engine.set_max_sequences(MAX_SEQUENCES)
-        return found, load.outputs
+        return found | {"gap %": gaps.percent()}, load.outputs
 
 
 def stream_prompts(lm: LookaheadModel, folder: Path) -> list[list[int]]:
