@@ -119,11 +119,12 @@ def check_shared_pages(
     pages = count + 1
     backend = GraphBackend(make(), kv_tokens=pages * PAGE, **({} if most_rows is None else {"most_rows": most_rows}))
     stem = random.Random(3).choices(range(VOCABULARY), k=PAGE + 9)
+    prompts = [[*stem, i % VOCABULARY, 2 * i % VOCABULARY] for i in range(count)]
     engine, sequences = Engine(backend), list[DecodingSequence]()
     for i in range(count):
         sampling = SamplingParams(0.9 * (i % 2), seed=i)
         config = (settings, AUTOREGRESSIVE)[i % 4 == 3]
-        sequences.append(DecodingSequence([*stem, i, 2 * i], config, sampling, StopRules(length)))
+        sequences.append(DecodingSequence(prompts[i], config, sampling, StopRules(length)))
         engine.submit(Request(sequences[-1]))
         if i % 8 == 7:
             assert all(event.error is None for event in engine.step())
@@ -133,7 +134,7 @@ def check_shared_pages(
     assert backend.pool.hit_tokens
     other = GraphBackend(make(), kv_tokens=2048)
     for i, sequence in enumerate(sequences):
-        alone = outputs(other, [[*stem, i, 2 * i]], AUTOREGRESSIVE, length, SamplingParams(0.9 * (i % 2), seed=i))
+        alone = outputs(other, [prompts[i]], AUTOREGRESSIVE, length, SamplingParams(0.9 * (i % 2), seed=i))
         assert sequence.output == alone[0]
 
 

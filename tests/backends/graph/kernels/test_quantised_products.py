@@ -18,6 +18,7 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
     QuantisedWeights,
     Tile,
     fitted,
+    shared_bytes,
     splits_of,
     tile_of,
 )
@@ -205,10 +206,12 @@ def test_one_reserve_is_enough_for_every_number_of_rows(format: Format, out: int
 
 @pytest.mark.parametrize("format", [Format(Codes.E4M3, 0), Format(Codes.E4M3, 128), Format(Codes.E2M1, 32)], ids=str)
 def test_launches_fit_the_shared_memory_of_a_device(format: Format) -> None:
-    weights = weights_of(random_layer(format, 64, 1024), torch.device("cpu"))
+    weights = replace(weights_of(random_layer(format, 64, 1024), torch.device("cpu")), number_bytes=2)
+    wide = replace(weights, number_bytes=4)
     for rows in ROW_SIZES:
         usual = tile_of(weights, rows, splits_of(weights))
         assert fitted(usual, weights, HOPPER_SHARED) == usual
+        assert shared_bytes(fitted(usual, wide, HOPPER_SHARED), wide) <= HOPPER_SHARED
         small = fitted(usual, weights, 99 << 10)
         columns = 64 * small.chunks * 8 // format.codes.bits
         assert small.stages * (small.block_n * 64 * small.chunks + small.block_m * columns * 2) <= 99 << 10

@@ -17,7 +17,8 @@ from lookahead.models.quantised import MXFP4, Format, QuantisedLinear
 @dataclass(frozen=True)
 class QuantisedWeights:
     """The tensors of a quantised matrix, or of stacked ones; see `models.quantised.QuantisedLinear`. `order` is int32,
-    `out` the rows of one matrix. `words`: the scales of MXFP4 as `words_of` gives them.
+    `out` the rows of one matrix. `words`: the scales of MXFP4 as `words_of` gives them. `number_bytes`: of the numbers
+    that it is multiplied by.
     """
 
     format: Format
@@ -30,12 +31,16 @@ class QuantisedWeights:
     order: torch.Tensor | None = None
     interleaved: bool = False
     words: torch.Tensor | None = None
+    number_bytes: int = 2
 
     @classmethod
     def of(cls, layer: QuantisedLinear, out: int, tensors: Mapping[str, torch.Tensor]) -> QuantisedWeights:
         """Of a layer, or of one that it is fused into, whose tensors these are."""
         words = words_of(tensors["scales"]) if layer.is_interleaved and layer.format == MXFP4 else None
-        return cls(layer.format, out, layer.in_features, **tensors, interleaved=layer.is_interleaved, words=words)
+        return cls(
+            layer.format, out, layer.in_features, **tensors,
+            interleaved=layer.is_interleaved, words=words, number_bytes=layer.dtype.itemsize,
+        )  # fmt: skip
 
     @property
     def is_padded(self) -> bool:
@@ -109,12 +114,20 @@ def tile_of(weights: QuantisedWeights, rows: int, splits: int) -> Tile:
     return Tile(128, 128 if grouped else 256, 8, 4 if wide and grouped else 3, 1, parallel=splits > 2 and rows <= 512)
 
 
+def shared_bytes(tile: Tile, weights: QuantisedWeights) -> int:
+    """What a launch needs of a multiprocessor's shared memory. In fp32, expanded codes are in it as well."""
+    columns, number = 64 * tile.chunks * 8 // weights.format.codes.bits, weights.number_bytes
+    stage = tile.block_n * 64 * tile.chunks + tile.block_m * columns * number
+    return tile.stages * stage + (tile.block_n * columns * number if number > 2 else 0)
+
+
 def fitted(tile: Tile, weights: QuantisedWeights, shared: int) -> Tile:
-    """A launch for a device whose multiprocessors have fewer bytes of shared memory than an H200's."""
-    columns = 64 * tile.chunks * 8 // weights.format.codes.bits
-    stage = tile.block_n * 64 * tile.chunks + tile.block_m * columns * 2
-    if tile.stages * stage <= shared:
+    """A launch for a device whose multiprocessors have this many bytes of shared memory. `tile_of` has those for an
+    H200 and numbers of 16 bits."""
+    if shared_bytes(tile, weights) <= shared:
         return tile
     if tile.stages > 2:
         return fitted(replace(tile, stages=tile.stages - 1), weights, shared)
-    return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), weights, shared)
+    if tile.block_m > 16:
+        return fitted(replace(tile, block_m=tile.block_m // 2, stages=3), weights, shared)
+    return fitted(replace(tile, chunks=1, stages=3), weights, shared) if tile.chunks > 1 else tile
