@@ -123,6 +123,7 @@ def test_text_is_one_user_message_unless_raw(lm: LookaheadModel, model: Any, pla
 
 
 @pytest.mark.parametrize("form", ["text", "ids", "chat"])
+@pytest.mark.thinned(1, most=1)
 def test_batch_equals_one_at_a_time(lm: LookaheadModel, model: Any, plain: Plain, form: str) -> None:
     forms: dict[str, list[Any]] = {
         "text": list(PROMPTS),
@@ -610,6 +611,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", slow_but(ASKED, "repetition_penalty", "sequence_bias"))
+@pytest.mark.thinned(1, most=1)
 def test_the_generation_config_of_a_model_is_heeded(
     name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
 ) -> None:
@@ -658,7 +660,7 @@ ADJUSTING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ADJUSTING)
 @pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_penalties_and_log_probabilities_by_every_way(
     options: dict[str, Any], verified: bool, make_model: Any, tokenizer: Any, settings: LookaheadConfig
 ) -> None:
@@ -698,6 +700,7 @@ def test_mistakes_in_new_settings_are_named(lm: LookaheadModel) -> None:
             lm.generate("the fox", **settings)
 
 
+@pytest.mark.slow
 def test_a_penalty_of_one_draws_as_no_penalty(make_model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
     """The token-by-token walk and the backend's own draws use the same uniforms."""
     ids = tokenizer("the quick brown fox")["input_ids"]

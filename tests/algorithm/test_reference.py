@@ -198,6 +198,7 @@ def test_sample_verification_follows_the_law():
 
 
 @pytest.mark.parametrize("bug", ALGORITHM_4_BUGS)
+@pytest.mark.thinned(1, most=2)
 def test_a_wrong_sample_verification_is_caught(bug):
     assert not follows_the_law(completed(partial(algorithm_4, bug=bug), seed=1))
 
@@ -298,11 +299,13 @@ OUR_BUGS = [
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0, 0.7])
+@pytest.mark.thinned(1, most=1)
 def test_our_sampling_follows_the_law(temperature):
     assert follows_the_law(by_tree(temperature=temperature))
 
 
 @pytest.mark.parametrize("bug", OUR_BUGS)
+@pytest.mark.thinned(1, most=2)
 def test_a_wrong_sampling_is_caught(bug):
     assert not follows_the_law(by_tree(bug))
 

@@ -161,6 +161,7 @@ def test_a_model_with_pictures_has_experts_in_its_text_model(apart: bool, tokeni
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3", "mixtral"])
+@pytest.mark.thinned(1, most=1)
 def test_the_text_of_quantised_experts_is_exact(
     name: str, tokenizer: Any, settings: Any, plain: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def test_a_folder_of_each_format_is_loaded(name: str, make_model: Any, tokenizer
 
 @pytest.mark.parametrize("name", ["fp8-block", "awq", "gptq-order", "ct-4-asymmetric", "ct-int8", "ct-mxfp4"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_the_text_of_a_quantised_model_is_exact(
     name: str, backend: str, make_model: Any, tokenizer: Any, settings: Any, plain: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_generate_on_two_ranks(folder: Path, tmp_path: Path) -> None:
         (["--ranks", "2", "--window", "-1"], "window=-1 must be a whole number of at least 0"),
     ],
 )
+@pytest.mark.thinned(1, most=1)
 def test_mistakes_are_told_before_a_rank_starts(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = run("-p", "x", *arguments, cache=tmp_path)
     assert done.returncode == 2

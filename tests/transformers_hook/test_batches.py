@@ -27,6 +27,7 @@ def alone(model: Any, pair: Pair, inputs: dict[str, Any], count: int) -> None:
         assert text == own[0, single.shape[1] :].tolist()
 
 
+@pytest.mark.thinned(1, most=2)
 def test_padding_on_the_left(both: Any, model: Any) -> None:
     inputs = ids(LONG, LONG[:1], LONG[4:9], LONG[2:18])
     pair = both(model, inputs, max_new_tokens=12).same()
@@ -149,7 +150,7 @@ def test_everything_hidden_is_refused(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_prefill_in_pieces(both: Any, model: Any, size: int) -> None:
     pair = both(model, ids(LONG), max_new_tokens=12, prefill_chunk_size=size).same()
     plain = model.generate(**ids(LONG), max_new_tokens=12, do_sample=False)

@@ -164,6 +164,7 @@ def test_second_turn_of_a_padded_batch(llama: Any, batch: dict[str, Any], by: st
 
 @pytest.mark.parametrize("name", ["mistral", "gemma"])
 @pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.thinned(1, most=1)
 def test_long_conversation_of_a_sliding_model(
     both: Any, name: str, implementation: str | None, request: pytest.FixtureRequest
 ) -> None:

@@ -13,6 +13,7 @@ PROMPT = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1]
 
 
 @pytest.mark.parametrize("count", [20, 21, 22])
+@pytest.mark.thinned(1, most=1)
 def test_up_to_the_last_learned_position(both: Any, gpt2: Any, count: int) -> None:
     """A window or guess that would stand behind the last position is left out, not looked up."""
     both(gpt2, ids(PROMPT), max_new_tokens=count).same()

@@ -47,7 +47,7 @@ def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str
 @pytest.mark.parametrize(
     "field", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_eos_token_id"]
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_processor_of_a_field_about_tokens(
     both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str
 ) -> None:

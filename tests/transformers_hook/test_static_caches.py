@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["eager", "graph"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_prompts_of_one_token(both: Any, model: Any, backend: str) -> None:
     """The cache that is probed for its shapes has room for more than it holds."""
     for inputs in (ids([5]), ids([5], [7])):

@@ -61,12 +61,14 @@ def error(described: Decoder, other: Decoder | None = None) -> float:
 
 
 @pytest.mark.parametrize("knob", MIXTURES)
+@pytest.mark.thinned(1, most=10)
 def test_logits_are_those_of_the_description(knob: str) -> None:
     assert error(decoder(knob)) < 1e-5
 
 
 @pytest.mark.parametrize("format", [FP8, MXFP4], ids=str)
 @pytest.mark.parametrize("knob", ["softmax", "transposed", "alternating, clamped", "shared expert behind a gate"])
+@pytest.mark.thinned(1, most=4)
 def test_quantised_experts_are_expanded(knob: str, format: Format) -> None:
     rounded = quantised(decoder(knob), format)
     assert error(rounded) < 1e-5

@@ -393,6 +393,7 @@ def windowed(kind: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", slow_but(WINDOWED, "Mistral", "Gemma2"))
+@pytest.mark.thinned(1, most=1)
 def test_sliding_window(kind: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Prompts shorter and longer than the window, outputs that pass it, alone and in a batch."""
     model = windowed(kind)

@@ -79,6 +79,7 @@ def test_lowering_placed_weights_copies_none(name: str, tmp_path: Path) -> None:
     assert backend.reads_weights_of(model)
 
 
+@pytest.mark.slow
 def test_every_family_that_the_graph_backend_runs_can_be_placed() -> None:
     placed = 0
     for name, _, _ in ROWS:
