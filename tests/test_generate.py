@@ -102,6 +102,7 @@ def test_a_given_config_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.thinned(1, most=2)
 def test_greedy_equals_transformers(lm: LookaheadModel, model: Any, plain: Plain, prompt: str) -> None:
     done = lm.generate(prompt, max_tokens=TOKENS)
     assert isinstance(done, Completion)
@@ -186,7 +187,7 @@ def test_seeds_differ(lm: LookaheadModel) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method: str) -> None:
     stream = lm.stream(prompt, max_tokens=TOKENS, method=method)
     with pytest.raises(RuntimeError, match="still being generated"):
@@ -362,6 +363,7 @@ def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
 
 
 @pytest.mark.parametrize("size", slow_but([1, 2, 3, 8], 2))
+@pytest.mark.slow
 def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
     """The expected ending comes from the whole output alone: the first token after which the text has the stop."""
     whole = lm.generate(READABLE, max_tokens=TOKENS)
@@ -458,6 +460,7 @@ def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
 
 
 @pytest.mark.parametrize("context", slow_but([24, 25, 31], 24, 31))
+@pytest.mark.thinned(1, most=1)
 def test_context_full(
     make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain, context: int
 ) -> None:
@@ -554,6 +557,7 @@ def test_recycle_scope_model_learns_between_requests(model: Any, tokenizer: Any,
 
 
 @pytest.mark.parametrize("scope", ["request", "off"])
+@pytest.mark.thinned(1, most=1)
 def test_other_recycle_scopes_start_cold(model: Any, tokenizer: Any, settings: LookaheadConfig, scope: str) -> None:
     lm = lookahead.load((model, tokenizer), config=replace(settings, recycle_scope=scope))
     runs = [lm.generate("once more", max_tokens=TOKENS) for _ in range(3)]
@@ -633,6 +637,7 @@ def test_the_generation_config_of_a_model_is_heeded(
     assert sampled["lookahead"] == sampled["autoregressive"]
 
 
+@pytest.mark.slow
 def test_a_penalty_of_the_caller_replaces_the_models_own(
     make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Plain
 ) -> None:

@@ -191,6 +191,7 @@ ALGORITHM_4_BUGS = [
 ]
 
 
+@pytest.mark.slow
 def test_sample_verification_follows_the_law():
     texts = completed(sample_verification, seed=1)
     assert follows_the_law(texts)

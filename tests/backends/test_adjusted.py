@@ -344,6 +344,7 @@ def test_only_adjusted_steps_send_more(device: str) -> None:
     assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend.runner.steps.pairs)
 
 
+@pytest.mark.slow
 def test_the_mode_of_the_first_caller_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made in inference mode may not be changed outside of it, unless the backend takes care."""
     monkeypatch.setattr(packet, "SPARE_MOVES", 0)

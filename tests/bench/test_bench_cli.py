@@ -252,6 +252,7 @@ def test_step_cost_is_deprecated(run: Callable[..., Any]) -> None:
         (("--preset", "gpu-stp"), "--preset does not know 'gpu-stp': did you mean 'gpu-step'"),
     ],
 )
+@pytest.mark.thinned(1, most=5)
 def test_mistakes_are_one_line(args: tuple[str, ...], error: str, run: Callable[..., Any]) -> None:
     result = run(*args)
     assert result.exit_code == 2, result.output

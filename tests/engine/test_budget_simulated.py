@@ -121,6 +121,7 @@ def test_a_guard_costs_little_where_drafting_pays(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", CURVES)
+@pytest.mark.thinned(1, most=2)
 def test_a_padded_batch_drafts_only_what_is_nearly_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds of four sequences, relative to four that decode plainly. On a CPU there is nothing to draft."""
     table = CostCurve(SIZES, CURVES[name]).table(4)

@@ -180,6 +180,7 @@ SHARED = {name: SharedTokenizer(tokenizer) for name, tokenizer in TOKENIZERS.ite
 @EVERY
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 40))
     shared, own = Detokenizer(SHARED[name]), Detokenizer(TOKENIZERS[name])

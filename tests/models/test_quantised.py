@@ -141,6 +141,7 @@ def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [96, 72, 33 * 2])
+@pytest.mark.thinned(1, most=3)
 def test_rounding_with_zero_points(width: int, dtype: torch.dtype) -> None:
     """Every number is within half a step of its group's, as far as the scale is; 0 stays 0, wherever a group lies."""
     weight = torch.randn(20, width, generator=torch.Generator().manual_seed(1))

@@ -46,6 +46,7 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(FIRST_ROWS, *FIRST_ROWS[::3]))
+@pytest.mark.thinned(1, most=10)
 def test_norms_round_where_their_modules_round(name: str) -> None:
     """In bf16 every norm with a weight has the bits of the module that the weight is from.
 

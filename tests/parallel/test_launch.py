@@ -101,6 +101,7 @@ sys.exit(launch([sys.executable, "-c", code, sys.argv[1]], 3, None, print))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
+@pytest.mark.thinned(1, most=1)
 def test_ranks_end_with_their_launcher(number: int, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True

@@ -56,6 +56,7 @@ def streamed(server: Running, **body: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.thinned(1, most=1)
 def test_a_chat_is_what_the_library_generates(server: Running, temperature: float) -> None:
     expected = server.model.generate(MESSAGES, max_tokens=30, temperature=temperature, seed=5)
     body = {"max_tokens": 30, "temperature": temperature, "seed": 5}
@@ -214,6 +215,7 @@ PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schem
 
 
 @pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.thinned(1, most=1)
 def test_tools_beside_a_response_format(json_server: Running, calls: bool) -> None:
     """The reply is a call, or an answer that follows the schema. A bias makes the model's choice: for or against "<",
     which begins a call."""

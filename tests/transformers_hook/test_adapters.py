@@ -149,6 +149,7 @@ def test_adapters_of_a_refused_call_do_not_stay(both: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "prefix tuning"])
+@pytest.mark.thinned(1, most=1)
 def test_padding_behind_virtual_tokens(both: Any, name: str) -> None:
     """It is on the left as asked for, and the virtual tokens further left; a sliding window counts it."""
     model = adapted(name, "Mistral")

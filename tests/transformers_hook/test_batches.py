@@ -60,6 +60,7 @@ def holes() -> dict[str, Any]:
     return inputs
 
 
+@pytest.mark.thinned(1, most=1)
 def test_holes_in_the_mask(both: Any, model: Any) -> None:
     """A token that is hidden has no place in its row: those behind it stand one position nearer.
 
@@ -85,7 +86,7 @@ def test_mask_left_out(both: Any, llama: Any, batch: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_padding_on_the_right(both: Any, llama: Any, batch: dict[str, Any], given: bool, more: dict[str, Any]) -> None:
     """Stock warns and goes on behind the padding; so do we."""
     inputs = {name: value.flip(1) for name, value in batch.items() if given or name == "input_ids"}

@@ -42,6 +42,7 @@ def graph() -> lookahead.Decoding:
     return decoding(backend="graph")
 
 
+@pytest.mark.thinned(1, most=1)
 def test_greedy(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     pair = both(model, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert pair.compression > 1

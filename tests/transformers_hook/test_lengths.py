@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_max_new_tokens(both: Any, llama: Any, inputs: dict[str, Any], count: int) -> None:
     pair = both(llama, inputs, max_new_tokens=count).same()
     assert all(len(row) == count for row in output_of(inputs, pair.ours))

@@ -203,6 +203,7 @@ def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, ru
 
 
 @pytest.mark.parametrize("rule", slow_but(RULES, "one", "many", "the prompt's"))
+@pytest.mark.thinned(1, most=1)
 def test_a_hook_in_half_precision(rule: str) -> None:
     """There tokens may differ by rounding, so only a hook that changes much is seen, and one that is right is not."""
     model = tiny("Llama", seed=0).to(torch.bfloat16)

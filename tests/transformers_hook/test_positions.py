@@ -27,6 +27,7 @@ def test_one_token_more_needs_no_position(both: Any, gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.1}, {"do_sample": True}], ids=str)
+@pytest.mark.thinned(1, most=1)
 def test_past_the_last_learned_position(gpt2: Any, more: dict[str, Any]) -> None:
     """Stock fails in the embedding table, with an IndexError."""
     with pytest.raises(IndexError):
@@ -66,6 +67,7 @@ def test_longrope_beyond_its_first_context(phi3: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.thinned(1, most=1)
 def test_scaled_rotary_positions(both: Any, make_model: Any, prompt: dict[str, Any], kind: str) -> None:
     """Factors that are the same for every position are no obstacle."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}

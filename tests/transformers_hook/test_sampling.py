@@ -54,6 +54,7 @@ def test_a_whole_tree_is_drawn_at_once(
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4, 50])
+@pytest.mark.thinned(1, most=2)
 def test_draws_at_any_depths(
     both: Any, counting: Any, count_up: dict[str, Any], levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_greedy_draws_nothing(llama: Any, prompt: dict[str, Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_one_token_and_one_choice(both: Any, llama: Any, inputs: dict[str, Any], text: list[list[int]]) -> None:
     pair = both(llama, inputs, max_new_tokens=MANY, do_sample=True, top_k=1).same()
     assert output_of(inputs, pair.ours) == [row[:MANY] for row in text[: len(inputs["input_ids"])]]

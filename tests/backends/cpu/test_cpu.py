@@ -188,7 +188,7 @@ def logits(made: CpuBackend, slot: int, tree: TokenTree) -> torch.Tensor:
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("length", slow_but([1, 90, 95, 96, 127, 128, 129, 190, 255, 256, 999], 90, 128, 256, 999))
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama", "one head each", "mistral"))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_a_row_has_the_same_bits_in_every_step(name: str, length: int, quantised: bool) -> None:
     """Paths of random trees against single steps, alone and beside a neighbour."""
     made = backend(name, quantised=quantised)

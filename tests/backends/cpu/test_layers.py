@@ -83,6 +83,7 @@ def test_every_model_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.thinned(1, most=3)
 def test_logits_are_those_of_the_description(length: int, head_bias: bool) -> None:
     """A prompt, a tree behind it beside a neighbour, and a tree behind the path that is kept of the first one."""
     made = backend(head_bias=head_bias)

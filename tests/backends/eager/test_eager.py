@@ -349,6 +349,7 @@ def test_a_row_means_the_same_alone_and_in_a_batch(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 29, 30])
+@pytest.mark.thinned(1, most=2)
 def test_chunked_prefill(
     llama: Any, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:

@@ -47,6 +47,7 @@ def parameter_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.thinned(1, most=3)
 def test_placed_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = saved(build(name), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

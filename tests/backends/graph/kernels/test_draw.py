@@ -156,6 +156,7 @@ def test_a_row_does_not_depend_on_its_place() -> None:
         assert drawn(logits[order], [ROWS[i] for i in order]) == [whole[i] for i in order]
 
 
+@pytest.mark.slow
 def test_scratch_may_be_larger_and_used_before() -> None:
     """What an earlier call left there does not matter."""
     work = filters.DrawWork(5, 333, DEVICE)
@@ -240,6 +241,7 @@ def warped(scores: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ties", *map(slow_interpreted, ["float32", "bfloat16", "float16", "holes"])])
+@pytest.mark.slow
 def test_draws_with_noise_are_those_of_multinomial(kind: str) -> None:
     """`torch.multinomial` with the same noise, after transformers' warpers, and the slow twin."""
     logits = some_logits(1301, len(ROWS), kind)

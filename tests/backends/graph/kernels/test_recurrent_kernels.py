@@ -147,7 +147,7 @@ class States:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[(0, 2, 3), (1, 0, 2), (5, 4, 0)], [(6, 0, 1)]])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_a_layer_against_its_twin(
     device: torch.device, name: str, dtype: torch.dtype, sizes: list[tuple[int, int, int]]
 ) -> None:

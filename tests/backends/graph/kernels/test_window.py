@@ -107,6 +107,7 @@ def test_no_key_before_the_window_counts(
 @INTERPRETED
 @pytest.mark.parametrize(("limit", "dim", "shapes"), [({"window": 31}, 64, FEW), *CASES[1:]])
 @pytest.mark.parametrize(("dtype", "near_keys"), [slow_interpreted(torch.float32, 0), (torch.float16, 64)])
+@pytest.mark.slow
 def test_a_walk_over_the_whole_context_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
