@@ -123,7 +123,6 @@ def test_a_little_memory_is_kept(backend: Any, monkeypatch: pytest.MonkeyPatch) 
     assert held(backend) == before
 
 
-@pytest.mark.thinned(1, most=1)
 def test_a_step_that_is_not_committed_keeps_its_memory(backend: Any) -> None:
     """Its K/V are behind the lengths that the buffer would be cut to."""
     long, short = cache(backend, LONG), cache(backend, LONG[:20])
