@@ -94,6 +94,7 @@ def test_the_same_logits(kind: str, target: str) -> None:
     assert parameters(shape, VOCABULARY, 8) == sum(p.numel() for p in large.parameters())
 
 
+@pytest.mark.slow
 def test_the_same_tokens(plain: Plain) -> None:
     model = small()
     prompt = [5, 9, 2, 7, 5, 9]

@@ -28,11 +28,13 @@ OPERATIONS = (
     "GET /metrics",
     "GET /version",
 )
-QUICK = [
-    operation
-    for operation in OPERATIONS
-    if operation not in ("POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages/count_tokens")
-]
+LONG = (
+    "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+)
+QUICK = [operation for operation in OPERATIONS if operation not in LONG]
 """Without those whose requests take long to make up, and whose fields are mostly those of others."""
 LENGTHS = {"messages": "max_tokens", "prompt": "max_tokens", "input": "max_output_tokens"}
 

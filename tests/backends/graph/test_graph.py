@@ -120,6 +120,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "qwen2-hybrid"))
+@pytest.mark.slow
 def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
     """One seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
@@ -489,6 +490,7 @@ def guesses(rng: random.Random, token: int, answer: Sequence[int], size: int) ->
 
 
 @pytest.mark.parametrize("seed", slow_but(range(12), 1))
+@pytest.mark.slow
 def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) -> None:
     """8 to 16 at once join and leave, with prompts in pieces, random trees, shared beginnings, and too few pages for
     all of them. Each says what it says alone.
