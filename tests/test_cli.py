@@ -423,6 +423,7 @@ def test_compare_stock_has_a_line_of_transformers(tokens: list[int], monkeypatch
         (("-p", "x", "--device", "gpu"), "choose from auto, cpu, cuda, cuda:N"),
     ],
 )
+@pytest.mark.thinned(1, most=8)
 def test_a_mistake_is_one_line_told_before_the_model_is_loaded(args: tuple[str, ...], words: str) -> None:
     model = FakeModel()
     result = run("generate", *args, model=model)

@@ -102,6 +102,7 @@ def test_a_given_config_is_taken_as_it_is(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.thinned(1, most=2)
 def test_greedy_equals_transformers(lm: LookaheadModel, model: Any, plain: Plain, prompt: str) -> None:
     done = lm.generate(prompt, max_tokens=TOKENS)
     assert isinstance(done, Completion)
@@ -123,6 +124,7 @@ def test_text_is_one_user_message_unless_raw(lm: LookaheadModel, model: Any, pla
 
 
 @pytest.mark.parametrize("form", ["text", "ids", "chat"])
+@pytest.mark.thinned(1, most=1)
 def test_batch_equals_one_at_a_time(lm: LookaheadModel, model: Any, plain: Plain, form: str) -> None:
     forms: dict[str, list[Any]] = {
         "text": list(PROMPTS),
@@ -185,7 +187,7 @@ def test_seeds_differ(lm: LookaheadModel) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method: str) -> None:
     stream = lm.stream(prompt, max_tokens=TOKENS, method=method)
     with pytest.raises(RuntimeError, match="still being generated"):
@@ -361,6 +363,7 @@ def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
 
 
 @pytest.mark.parametrize("size", slow_but([1, 2, 3, 8], 2))
+@pytest.mark.slow
 def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
     """The expected ending comes from the whole output alone: the first token after which the text has the stop."""
     whole = lm.generate(READABLE, max_tokens=TOKENS)
@@ -457,6 +460,7 @@ def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
 
 
 @pytest.mark.parametrize("context", slow_but([24, 25, 31], 24, 31))
+@pytest.mark.thinned(1, most=1)
 def test_context_full(
     make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain, context: int
 ) -> None:
@@ -553,6 +557,7 @@ def test_recycle_scope_model_learns_between_requests(model: Any, tokenizer: Any,
 
 
 @pytest.mark.parametrize("scope", ["request", "off"])
+@pytest.mark.thinned(1, most=1)
 def test_other_recycle_scopes_start_cold(model: Any, tokenizer: Any, settings: LookaheadConfig, scope: str) -> None:
     lm = lookahead.load((model, tokenizer), config=replace(settings, recycle_scope=scope))
     runs = [lm.generate("once more", max_tokens=TOKENS) for _ in range(3)]
@@ -610,6 +615,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", slow_but(ASKED, "repetition_penalty", "sequence_bias"))
+@pytest.mark.thinned(1, most=1)
 def test_the_generation_config_of_a_model_is_heeded(
     name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
 ) -> None:
@@ -631,6 +637,7 @@ def test_the_generation_config_of_a_model_is_heeded(
     assert sampled["lookahead"] == sampled["autoregressive"]
 
 
+@pytest.mark.slow
 def test_a_penalty_of_the_caller_replaces_the_models_own(
     make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Plain
 ) -> None:
@@ -658,7 +665,7 @@ ADJUSTING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ADJUSTING)
 @pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_penalties_and_log_probabilities_by_every_way(
     options: dict[str, Any], verified: bool, make_model: Any, tokenizer: Any, settings: LookaheadConfig
 ) -> None:
@@ -698,6 +705,7 @@ def test_mistakes_in_new_settings_are_named(lm: LookaheadModel) -> None:
             lm.generate("the fox", **settings)
 
 
+@pytest.mark.slow
 def test_a_penalty_of_one_draws_as_no_penalty(make_model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
     """The token-by-token walk and the backend's own draws use the same uniforms."""
     ids = tokenizer("the quick brown fox")["input_ids"]

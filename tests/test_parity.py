@@ -91,6 +91,7 @@ batches = st.lists(st.tuples(prompts, configs()), min_size=1, max_size=4)
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
 @settings(max_examples=examples(25), deadline=None)
 @given(batch=batches)
+@pytest.mark.thinned(1, most=1)
 def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], LookaheadConfig]]) -> None:
     rules, memory = StopRules(NEW_TOKENS, max_length=256), SharedMemory()
     sequences = [DecodingSequence(prompt, config, rules=rules, memory=memory) for prompt, config in batch]
@@ -100,6 +101,7 @@ def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], Lo
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "mistral-sliding, cpu backend"))
 @settings(max_examples=examples(15), deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 1.0, 2.0]), data=st.data())
+@pytest.mark.thinned(1, most=1)
 def test_seeded_sampling_equals_autoregressive(
     family: str, batch: list[tuple[list[int], LookaheadConfig]], seed: int, temperature: float, data: st.DataObject
 ) -> None:
@@ -118,7 +120,7 @@ def test_seeded_sampling_equals_autoregressive(
 
 @pytest.mark.parametrize("method", ["lookahead", "autoregressive", "jacobi", "prompt-lookup"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_every_method_gives_the_same_tokens(family: str, method: str) -> None:
     prompt = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2]
     sequence = DecodingSequence(prompt, LookaheadConfig.for_method(method), rules=StopRules(40))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lookahead
 from lookahead.loading.embedded import EMBEDDED, resolve
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -17,8 +19,17 @@ OWN = [example for example in EXAMPLES if example not in STOCK]
 HUB = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 
 
-@pytest.mark.model
-def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("which", ["tiny", pytest.param("embedded", marks=[pytest.mark.slow, pytest.mark.model])])
+def test_the_examples_run(
+    which: str,
+    make_model: Callable[..., Any],
+    tokenizer: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if which == "tiny":
+        parts, load = (make_model(), tokenizer), lookahead.load
+        monkeypatch.setattr(lookahead, "load", lambda: load(parts))
     names: dict[str, Any] = {}
     for example in OWN:
         exec(example.replace("max_tokens=64", "max_tokens=12"), names)

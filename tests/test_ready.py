@@ -72,6 +72,7 @@ def test_nothing_is_captured_once_a_server_is_ready(made: LookaheadModel) -> Non
         assert [float(line.rsplit(" ", 1)[1]) for line in found] == [ready]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_prepared_captures_nothing_for_one_answer(made: LookaheadModel) -> None:
     assert made.backend.captures < 20  # those of the probe
     said: list[str] = []

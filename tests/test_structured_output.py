@@ -147,9 +147,14 @@ def check_fits(kind: str, said: str, calls: list[tuple[str, str]], reason: str) 
         check_film(json.loads(arguments))
 
 
-def test_replies_fit_alone_streamed_and_in_a_crowd(served: Running) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [("schema", "plain schema", "required"), pytest.param(tuple(KINDS), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_replies_fit_alone_streamed_and_in_a_crowd(served: Running, kinds: tuple[str, ...]) -> None:
     prompts = PROMPTS if served.model.device.type == "cuda" else PROMPTS[:1]
-    asked = [(kind, prompt, stream) for kind in KINDS for prompt in prompts for stream in (False, True)]
+    asked = [(kind, prompt, stream) for kind in kinds for prompt in prompts for stream in (False, True)]
     alone = {}
     for kind, prompt, stream in asked:
         reply = alone[kind, prompt, stream] = ask(served, body_of(kind, prompt, stream))

@@ -29,3 +29,11 @@ def test_every_value_or_pair_is_kept(sizes: tuple[int, ...], strength: int, most
 
     assert has(kept) == has(rows)
     assert len(kept) <= most
+
+
+def test_at_most_so_many_are_kept_and_they_lie_apart() -> None:
+    assert cover([(number,) for number in range(9)], 1, most=3) == [0, 4, 8]
+    rows = list(product(range(4), range(3)))
+    kept = [rows[number] for number in cover(rows, 1, most=3)]
+    assert len({row[0] for row in kept}) == len({row[1] for row in kept}) == 3
+    assert cover(rows, 1, most=99) == cover(rows, 1, most=len(rows))

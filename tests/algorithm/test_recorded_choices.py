@@ -37,6 +37,7 @@ DRAFTERS = list({type(drafter): drafter for drafter in (PythonDrafter(), choose_
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: type(drafter).__name__)
 @pytest.mark.parametrize("case", RECORDED)
+@pytest.mark.thinned(1, most=9)
 def test_the_same_trees_are_chosen(case: str, drafter: Drafter) -> None:
     name, number = case.split()
     count, curve = int(number), CURVES[name]

@@ -191,6 +191,7 @@ ALGORITHM_4_BUGS = [
 ]
 
 
+@pytest.mark.slow
 def test_sample_verification_follows_the_law():
     texts = completed(sample_verification, seed=1)
     assert follows_the_law(texts)
@@ -198,6 +199,7 @@ def test_sample_verification_follows_the_law():
 
 
 @pytest.mark.parametrize("bug", ALGORITHM_4_BUGS)
+@pytest.mark.thinned(1, most=2)
 def test_a_wrong_sample_verification_is_caught(bug):
     assert not follows_the_law(completed(partial(algorithm_4, bug=bug), seed=1))
 
@@ -298,11 +300,13 @@ OUR_BUGS = [
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0, 0.7])
+@pytest.mark.thinned(1, most=1)
 def test_our_sampling_follows_the_law(temperature):
     assert follows_the_law(by_tree(temperature=temperature))
 
 
 @pytest.mark.parametrize("bug", OUR_BUGS)
+@pytest.mark.thinned(1, most=2)
 def test_a_wrong_sampling_is_caught(bug):
     assert not follows_the_law(by_tree(bug))
 

@@ -118,6 +118,7 @@ def test_the_blocks_below_are_long() -> None:
 
 @pytest.mark.parametrize("config", [LONG, SHORT, LookaheadConfig.paper(3, 4, 4, prompt=True)])
 @pytest.mark.parametrize("end", range(1, 40))
+@pytest.mark.thinned(1, most=30)
 def test_every_way_to_end_at_every_offset(end: int, config: LookaheadConfig) -> None:
     """The output counts from 0, so token end - 1 is the one at which the sequence ends."""
     stops: list[int] = []

@@ -69,6 +69,7 @@ def window_of(tree: TokenTree, ngram: int) -> list[Place]:
 
 @pytest.mark.parametrize("guesses", range(5))
 @pytest.mark.parametrize(("window", "ngram"), SIZES)
+@pytest.mark.thinned(1, most=30)
 def test_mask_is_figure_2b(window: int, ngram: int, guesses: int) -> None:
     layout = window_layout(window, ngram)
     places, parents = lookahead_places(window, ngram), list(layout.parents)
@@ -155,6 +156,7 @@ def guess_paths(tree: TokenTree) -> dict[int, tuple[int, ...]]:
 
 @pytest.mark.parametrize("guesses", range(5))
 @pytest.mark.parametrize(("window", "ngram"), SIZES)
+@pytest.mark.thinned(1, most=30)
 def test_proposed_trees(window: int, ngram: int, guesses: int) -> None:
     sequence = DecodingSequence(TEXT, LookaheadConfig.paper(window, ngram, guesses, prompt=True))
     for _ in range(3):

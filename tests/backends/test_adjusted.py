@@ -157,6 +157,7 @@ def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", slow_but(range(12), 0))
+@pytest.mark.thinned(1, most=1)
 def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) -> None:
     """Several requests at once, each with settings of its own; some of them with none."""
     rng, memory = random.Random(seed), SharedMemory()
@@ -186,6 +187,7 @@ def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(1, most=1)
 def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device: str) -> None:
     """OpenAI's rule, token by token, from the logits of plain passes: only the output counts, not the prompt."""
     for presence, frequency in ((1.1, 0.0), (0.0, 0.6), (0.4, 0.3)):
@@ -243,6 +245,7 @@ def test_each_row_knows_whether_an_end_may_come_after_it(kind: str, device: str)
     assert steps < 20  # of 28 tokens
 
 
+@pytest.mark.slow
 def test_counts_outlive_put_backs_pieces_and_shared_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory, short passes, and tables that have to grow: sequences leave, come back, and share pages."""
     monkeypatch.setattr(adjusting, "FIRST_TABLE_SLOTS", 2)
@@ -341,6 +344,7 @@ def test_only_adjusted_steps_send_more(device: str) -> None:
     assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend.runner.steps.pairs)
 
 
+@pytest.mark.slow
 def test_the_mode_of_the_first_caller_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made in inference mode may not be changed outside of it, unless the backend takes care."""
     monkeypatch.setattr(packet, "SPARE_MOVES", 0)

@@ -62,6 +62,7 @@ def target(backend: Any, slot: int) -> int:
     return int(output.targets[0])
 
 
+@pytest.mark.thinned(1, most=1)
 def test_memory_of_a_long_sequence_is_freed(backend: Any) -> None:
     """With what else runs as it is: it may be at another index then, in smaller memory."""
     short = LONG[:20]
@@ -79,6 +80,7 @@ def test_memory_of_a_long_sequence_is_freed(backend: Any) -> None:
     assert target(backend, cache(backend, short)) == expected
 
 
+@pytest.mark.thinned(1, most=1)
 def test_many_sequences_do_not_make_a_long_one_wider(backend: Any) -> None:
     """Memory is sequences times the longest; those of the past do not count."""
     slots = [cache(backend, LONG[:200]) for _ in range(24)]
@@ -93,6 +95,7 @@ def test_many_sequences_do_not_make_a_long_one_wider(backend: Any) -> None:
     backend.close(slot)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_a_long_sequence_does_not_make_many_longer(backend: Any) -> None:
     """The length of one that has ended, times those that run now, would be the most memory of all."""
     slots = [cache(backend, LONG[:20]) for _ in range(24)]
@@ -110,6 +113,7 @@ def test_kept_memory_is_little() -> None:
     assert batched.KEPT_BYTES <= 3 * 6 << 20
 
 
+@pytest.mark.thinned(1, most=1)
 def test_a_little_memory_is_kept(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below KEPT_BYTES the next sequences find it."""
     monkeypatch.setattr(batched, "KEPT_BYTES", 1 << 30)
@@ -173,6 +177,7 @@ def test_bytes_are_those_of_the_buffer(backend: Any) -> None:
         assert held(made) <= 2 * made._buffer.bytes_for(sequences, tokens)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_sequences_wait_or_are_preempted_beyond_a_limit(backend: Any) -> None:
     """Texts are those without a limit, and memory stays within it, but for a single long sequence."""
     prompts, config = [LONG[:40], LONG[3:9], LONG[7:500], LONG[2:30]], LookaheadConfig(window=2, ngram=3, budget=12)

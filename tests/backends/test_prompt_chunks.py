@@ -21,6 +21,7 @@ Plain = Callable[[Any, Sequence[int], int], list[int]]
 
 @pytest.mark.parametrize("kind", [EagerBackend, GraphBackend, CpuBackend])
 @pytest.mark.parametrize("most", [4, 8, 1024])
+@pytest.mark.thinned(1, most=3)
 def test_long_prompts_of_a_step(kind: Any, most: int, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("Llama")
     monkeypatch.setattr(eager, "PREFILL_CHUNK", most)

@@ -48,6 +48,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 50])
+@pytest.mark.thinned(1, most=2)
 def test_distribution_is_that_of_transformers(vocabulary: int) -> None:
     logits = 2 * torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     kept = set()
@@ -60,6 +61,7 @@ def test_distribution_is_that_of_transformers(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [2, 7, 50])
+@pytest.mark.thinned(1, most=1)
 def test_distribution_of_tied_logits(vocabulary: int) -> None:
     """Three values only. Which of the tied tokens top-p keeps is arbitrary: we keep the lower ids."""
     logits = torch.randint(3, (6, vocabulary), generator=torch.Generator().manual_seed(vocabulary)).float()

@@ -188,6 +188,7 @@ def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any
     assert {row[SAME] for row in everything} == {row[AS_OWN] for row in everything} == {"1/1"}
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_those_of_autoregressive(run: Callable[..., Any], data_dir: Path) -> None:
     result = run("--preset", "sampling", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "12")
     assert result.exit_code == 0, result.output
@@ -251,6 +252,7 @@ def test_step_cost_is_deprecated(run: Callable[..., Any]) -> None:
         (("--preset", "gpu-stp"), "--preset does not know 'gpu-stp': did you mean 'gpu-step'"),
     ],
 )
+@pytest.mark.thinned(1, most=5)
 def test_mistakes_are_one_line(args: tuple[str, ...], error: str, run: Callable[..., Any]) -> None:
     result = run(*args)
     assert result.exit_code == 2, result.output

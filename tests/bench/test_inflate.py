@@ -83,6 +83,7 @@ def logits(model: Any) -> torch.Tensor:
     ("kind", "target"),
     [(kind, t) for kind in KINDS for t in TARGETS if KINDS[kind].get("num_key_value_heads", 3) <= TARGETS[t].kv_heads],
 )
+@pytest.mark.thinned(1, most=10)
 def test_the_same_logits(kind: str, target: str) -> None:
     model, shape = small(**KINDS[kind]), TARGETS[target]
     expected = logits(model)
@@ -93,6 +94,7 @@ def test_the_same_logits(kind: str, target: str) -> None:
     assert parameters(shape, VOCABULARY, 8) == sum(p.numel() for p in large.parameters())
 
 
+@pytest.mark.slow
 def test_the_same_tokens(plain: Plain) -> None:
     model = small()
     prompt = [5, 9, 2, 7, 5, 9]

@@ -126,6 +126,7 @@ def test_a_prediction_is_the_answer_with_three_lines_changed() -> None:
     assert predicted("the fox") == "the fox", "too short to change"
 
 
+@pytest.mark.slow
 def test_all_ways_give_the_same_texts(lm: Any) -> None:
     """Chats of two turns, sampled rollouts and predictions; transformers beside them where it can be compared."""
     task = Task("t", (({"role": "user", "content": "the fox"},), ({"role": "user", "content": "once more"},)))

@@ -81,6 +81,7 @@ def speed(
 
 
 @pytest.mark.parametrize("name", CURVES)
+@pytest.mark.thinned(1, most=1)
 def test_a_right_curve_is_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed, live = (speed(name, "right", "license", budget, monkeypatch) for budget in ("fixed", "live"))
     assert live == pytest.approx(fixed, rel=0.01)
@@ -89,6 +90,7 @@ def test_a_right_curve_is_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("measured", ["too cheap", "too dear"])
 @pytest.mark.parametrize("name", CURVES)
+@pytest.mark.thinned(1, most=2)
 def test_a_wrong_curve_is_corrected_and_never_made_worse(
     name: str, measured: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_wrong_curve_is_corrected_and_never_made_worse(
     ("name", "measured", "unguarded", "guarded"),
     [("eager gpu", "right", 0.75, 0.92), ("cpu", "too cheap", 0.55, 0.82), ("soft", "too cheap", 0.91, 0.95)],
 )
+@pytest.mark.thinned(1, most=1)
 def test_a_guard_stops_drafting_in_a_text_that_accepts_nothing(
     name: str, measured: str, unguarded: float, guarded: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,12 +114,14 @@ def test_a_guard_stops_drafting_in_a_text_that_accepts_nothing(
 
 
 @pytest.mark.parametrize("name", ["gpu", "eager gpu", "soft"])
+@pytest.mark.thinned(1, most=1)
 def test_a_guard_costs_little_where_drafting_pays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live, guarded = (speed(name, "right", "license", budget, monkeypatch) for budget in ("live", "guarded"))
     assert guarded > 0.97 * live
 
 
 @pytest.mark.parametrize("name", CURVES)
+@pytest.mark.thinned(1, most=2)
 def test_a_padded_batch_drafts_only_what_is_nearly_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds of four sequences, relative to four that decode plainly. On a CPU there is nothing to draft."""
     table = CostCurve(SIZES, CURVES[name]).table(4)
@@ -131,6 +136,7 @@ def test_the_curves_cover_both_kinds_of_machines() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("measured", WRONG)
+@pytest.mark.thinned(1, most=1)
 def test_plain_steps_run_ahead_where_drafts_gain_less_than_the_host_takes(
     measured: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def texts(lm: LookaheadModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("backend", ["eager", "cpu", "graph"])
 @pytest.mark.parametrize("tied", slow_but([False, True], True))
+@pytest.mark.thinned(1, most=1)
 def test_a_change_in_place_is_as_a_new_model(
     backend: str, tied: bool, make_model: Callable[..., Any], tokenizer: Any, settings: Any
 ) -> None:

@@ -66,6 +66,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.thinned(1, most=1)
 def test_threads_get_their_own_texts() -> None:
     backend = PagedToy(pages=40, most_rows=32)
     client = EngineClient(Engine(backend))

@@ -60,7 +60,7 @@ def check_all_cuts(loaded: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("config", [None, LookaheadConfig.autoregressive()], ids=["guesses", "plain"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_every_cut_gives_the_same_text(loaded: Any, name: str, config: LookaheadConfig | None) -> None:
     def make() -> RequestSpec:
         spec = spec_of(loaded, SAMPLINGS[name])
@@ -70,6 +70,7 @@ def test_every_cut_gives_the_same_text(loaded: Any, name: str, config: Lookahead
 
 
 @pytest.mark.parametrize("unsearched", [0, 5])
+@pytest.mark.thinned(1, most=1)
 def test_a_stop_string_may_begin_before_the_cut(loaded: Any, unsearched: int) -> None:
     sampling = SAMPLINGS["sampled"]
     whole, _, _ = run(loaded, spec_of(loaded, sampling))
@@ -93,6 +94,7 @@ def test_a_prediction_and_a_mask_follow_what_was_sent(loaded: Any) -> None:
     check_all_cuts(loaded, lambda: spec_of(loaded, SamplingParams(logprobs=1), mask=forced))
 
 
+@pytest.mark.slow
 def test_the_processors_of_a_generation_config_follow_what_was_sent(
     loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

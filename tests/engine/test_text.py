@@ -160,6 +160,7 @@ def could_become(text: str, stops: Sequence[str]) -> int:
 @EVERY
 @settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_pushes_and_flush_equal_the_full_decode(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 90))
     detokenizer = Detokenizer(TOKENIZERS[name])
@@ -179,6 +180,7 @@ SHARED = {name: SharedTokenizer(tokenizer) for name, tokenizer in TOKENIZERS.ite
 @EVERY
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 40))
     shared, own = Detokenizer(SHARED[name]), Detokenizer(TOKENIZERS[name])
@@ -191,6 +193,7 @@ def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObjec
 @EVERY
 @settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_stable_text_survives_every_continuation(name: str, data: st.DataObject) -> None:
     ids, more = data.draw(token_lists(name, 50)), data.draw(token_lists(name, 6))
     detokenizer = Detokenizer(TOKENIZERS[name])
@@ -446,6 +449,7 @@ def test_bad_stops_are_named(stops: Any, named: str) -> None:
 @EVERY
 @settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_stops_do_not_depend_on_the_partition(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 50))
     whole = full(name, ids)
@@ -493,6 +497,7 @@ def test_pending_is_the_longest_unfinished_stop(stops: list[str], text: str) -> 
 @EVERY
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
+@pytest.mark.thinned(1, most=2)
 def test_a_text_without_stop_strings_is_the_full_decode(name: str, data: st.DataObject) -> None:
     """Byte-level vocabularies have a faster detokeniser; text that was taken stays, whatever comes."""
     ids = data.draw(token_lists(name, 90))

@@ -15,6 +15,8 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     _patch_language_once(monkeypatch)
     _skip_unread_overflow_checks(monkeypatch)
     _keep_numpy_types(monkeypatch)
+    _keep_types_and_shapes(monkeypatch)
+    _call_builtins_directly(monkeypatch)
 
 
 def interpreted_backends(monkeypatch: pytest.MonkeyPatch, row_sizes: tuple[int, ...]) -> Any:
@@ -108,3 +110,77 @@ def _keep_numpy_types(monkeypatch: pytest.MonkeyPatch) -> None:
         return known[name]
 
     monkeypatch.setattr(interpreter, "_get_np_dtype", kept)
+
+
+def _keep_types_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the types that follow from a type once, and the shape of its tensors: they are made for every operation."""
+    import triton.language as tl
+    from triton.language.core import constexpr
+    from triton.language.semantic import TritonSemantic
+
+    block, tensor = tl.block_type, tl.tensor
+    make, with_element, to_ir, broadcast = (
+        tensor.__init__,
+        block.with_element_ty,
+        block.to_ir,
+        TritonSemantic.broadcast_impl_value,
+    )
+    unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.tuple)
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        if (known := vars(type).get("_known_shape")) is None:
+            make(self, handle, type)
+            type._known_shape = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    def with_element_ty(self: Any, scalar: Any) -> Any:
+        if scalar is self.element_ty:
+            return self
+        if scalar.is_ptr():
+            return with_element(self, scalar)
+        known = vars(self).setdefault("_known_elements", {})
+        if scalar not in known:
+            known[scalar] = with_element(self, scalar)
+        return known[scalar]
+
+    def to_ir_once(self: Any, builder: Any) -> Any:
+        if "_known_ir" not in vars(self):
+            self._known_ir = to_ir(self, builder)
+        return self._known_ir
+
+    def broadcast_where_shapes_differ(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one is other or (
+            one.is_block() == other.is_block() and (not one.is_block() or one.shape.values == other.shape.values)
+        ):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def unwrap_the_simple(value: Any) -> Any:
+        if isinstance(value, constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, nested) else value
+
+    monkeypatch.setattr(tensor, "__init__", init)
+    monkeypatch.setattr(block, "with_element_ty", with_element_ty)
+    monkeypatch.setattr(block, "to_ir", to_ir_once)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_where_shapes_differ)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_the_simple)
+
+
+def _call_builtins_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the two functions between a kernel's call and what it calls."""
+    from triton.runtime import interpreter
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch)

@@ -27,7 +27,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", {"head_dim": 8, "num_dense_layers": 1}),
     "minimax": ("MiniMaxM2", {"head_dim": 8}),
     "dots1": ("Dots1", {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
-    "gemma4": ("Gemma4Text", {"enable_moe_block": True, "top_k_experts": 2, "head_dim": 8}),
+    "gemma4": (
+        "Gemma4Text",
+        {"enable_moe_block": True, "top_k_experts": 2, "head_dim": 8, "hidden_size_per_layer_input": 0},
+    ),
 }
 
 

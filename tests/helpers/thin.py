@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 
 
-def cover(rows: Sequence[Sequence[Any]], strength: int) -> list[int]:
+def cover(rows: Sequence[Sequence[Any]], strength: int, most: int | None = None) -> list[int]:
     """Numbers of rows in which every value occurs (strength 1), or every pair of values of two columns (strength 2).
 
     Greedy: always the row that adds most. Of several the one whose values were chosen least, so that they alternate.
+    With `most`, no more rows than that; then, of several, the one that is farthest from those chosen.
     """
     has = [set(combinations(enumerate(row), min(strength, len(row)))) for row in rows]
     missing, chosen, times = set[Any]().union(*has), list[int](), Counter[Any]()
 
-    def worth(number: int) -> tuple[int, int]:
-        return len(has[number] & missing), -sum(times[value] for value in enumerate(rows[number]))
+    def worth(number: int) -> tuple[int, int, int]:
+        distance = min((abs(number - other) for other in chosen), default=0) if most else 0
+        return len(has[number] & missing), -sum(times[value] for value in enumerate(rows[number])), distance
 
-    while missing:
+    while missing and len(chosen) < (most or len(rows)):
         best = max(range(len(rows)), key=worth)
         missing -= has[best]
         times.update(enumerate(rows[best]))
@@ -39,7 +41,7 @@ def values(item: Any) -> list[tuple[int, ...]]:
 
 
 def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
-    """Of each test that is marked `thinned(strength)`: all combinations but a covering few."""
+    """Of each test that is marked `thinned(strength)`: all combinations but a covering few, at most `most`."""
     thinned = [item for item in items if item.get_closest_marker("thinned") and hasattr(item, "callspec")]
 
     def group(item: Any) -> tuple[str, str]:
@@ -50,8 +52,8 @@ def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
         own: list[Any] = [item for item in members if not any(map(item.get_closest_marker, ("slow", "skip")))]
         if not own:
             continue
-        (strength,) = own[0].get_closest_marker("thinned").args
-        kept = set(cover([values(item) for item in own], strength))
+        mark: Any = own[0].get_closest_marker("thinned")
+        kept = set(cover([values(item) for item in own], *mark.args, **mark.kwargs))
         for number, item in enumerate(own):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)

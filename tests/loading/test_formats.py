@@ -134,6 +134,7 @@ def test_the_weights_go_to_the_device_one_by_one() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.thinned(1, most=3)
 def test_on_another_device_the_rest_keeps_its_own_dtype(
     dtype: str, fused: bool, tmp_path: Path, tokenizer: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +164,7 @@ def test_a_gguf_is_quantised_once_it_is_dense(tmp_path: Path, tokenizer: Any) ->
 
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("dtype", [name for name in FORMATS if name != "fp8_dynamic"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_texts_are_those_of_the_quantised_model(
     saved: Path, settings: LookaheadConfig, plain: Callable[..., list[int]], dtype: str, backend: str
 ) -> None:

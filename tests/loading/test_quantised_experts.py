@@ -139,6 +139,7 @@ def test_nothing_is_expanded_while_it_loads(tokenizer: Any, tmp_path: Path, monk
 
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("inner", [16, 32, 64])
+@pytest.mark.thinned(1, most=2)
 def test_fp8_experts_in_one_tensor_are_loaded(turned: bool, inner: int, tokenizer: Any, tmp_path: Path) -> None:
     """As Qwen3-VL's, whose matrices are [in, out]. Of the two one may be square: hidden is 32."""
     pack = together(BLOCKS, {"weight": "", "weight_scale_inv": "_scale_inv"}, turned=turned)
@@ -161,6 +162,7 @@ def test_a_model_with_pictures_has_experts_in_its_text_model(apart: bool, tokeni
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3", "mixtral"])
+@pytest.mark.thinned(1, most=1)
 def test_the_text_of_quantised_experts_is_exact(
     name: str, tokenizer: Any, settings: Any, plain: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -236,6 +238,7 @@ E = "model.layers.0.mlp.experts"
         ),
     ],
 )
+@pytest.mark.thinned(1, most=2)
 def test_broken_experts_are_refused(name: str, edit: Any, message: str, tokenizer: Any, tmp_path: Path) -> None:
     case = with_routers(CASES[name])
     write(tmp_path, tiny_mixture("qwen3", tokenizer), tokenizer, case, experts=separately(case.pack))

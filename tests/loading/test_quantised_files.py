@@ -52,7 +52,7 @@ def test_a_folder_of_each_format_is_loaded(name: str, make_model: Any, tokenizer
 
 @pytest.mark.parametrize("name", ["fp8-block", "awq", "gptq-order", "ct-4-asymmetric", "ct-int8", "ct-mxfp4"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_the_text_of_a_quantised_model_is_exact(
     name: str, backend: str, make_model: Any, tokenizer: Any, settings: Any, plain: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -198,6 +198,7 @@ def test_loading_reports_no_unexpected_weights(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@pytest.mark.thinned(1, most=5)
 def test_unknown_formats_are_refused_in_one_line(
     config: dict[str, Any], named: str, make_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -232,6 +233,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ("ct-4", lambda t: t.update({f"{Q}.weight_shape": torch.tensor([32, 48])}), r"its weight_shape is \[32, 48\]"),
     ],
 )
+@pytest.mark.thinned(1, most=3)
 def test_broken_layers_are_refused(
     name: str, edit: Any, message: str, make_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

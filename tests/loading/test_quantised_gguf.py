@@ -76,6 +76,7 @@ def packed_layers(model: Any) -> dict[str, QuantisedLinear]:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.thinned(1, most=3)
 def test_a_loaded_models_matrices_are_packed_again(kind: str, dtype: str, tokenizer: Any, tmp_path: Path) -> None:
     path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": kind})
     model, _, _ = load_pretrained(path, device="cpu", dtype=dtype)

@@ -118,6 +118,7 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.thinned(1, most=3)
 def test_published_families(name: str) -> None:
     """Models without memory: they have the parameters of the checkpoint, and the reader finds what it should."""
     facts = CHECKPOINTS[name]

@@ -63,6 +63,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(24, 64), (13, 72), (9, 550)], ids=str)
+@pytest.mark.thinned(1, most=10)
 def test_weights_are_those_computed_number_by_number(format: Format, shape: tuple[int, int]) -> None:
     layer = random_layer(format, *shape)
     torch.testing.assert_close(layer.dequantised(), by_hand(layer), rtol=1e-6, atol=0)
@@ -140,6 +141,7 @@ def test_rounding_to_a_format_is_to_the_nearest_value(format: Format, bound: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [96, 72, 33 * 2])
+@pytest.mark.thinned(1, most=3)
 def test_rounding_with_zero_points(width: int, dtype: torch.dtype) -> None:
     """Every number is within half a step of its group's, as far as the scale is; 0 stays 0, wherever a group lies."""
     weight = torch.randn(20, width, generator=torch.Generator().manual_seed(1))

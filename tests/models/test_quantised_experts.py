@@ -124,6 +124,7 @@ def test_in_half_precision_outputs_have_the_dtype_of_x_although_weights_are_wide
 
 @pytest.mark.parametrize("width", [24, 27, 130])
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.thinned(1, most=4)
 def test_modules_are_saved_copied_and_loaded_with_their_bits(format: str, width: int) -> None:
     """Of odd sizes, too; then 4-bit codes do not fit, and the module stays as it is."""
     module = experts_of(mixture("gpt-oss", intermediate_size=width))["model.layers.0.mlp.experts"]

@@ -239,6 +239,7 @@ def test_a_table_of_positions_and_a_window_that_is_not_used(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.thinned(1, most=5)
 def test_published_checkpoints(name: str) -> None:
     """Models without memory: transformers' tensors are those of the checkpoint, and the reader finds what it should."""
     facts = PUBLISHED[name]

@@ -72,6 +72,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], Found]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.thinned(1, most=7)
 def test_published_checkpoints(name: str) -> None:
     """Models without memory."""
     kind, config, expected = PUBLISHED[name]

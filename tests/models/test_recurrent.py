@@ -62,6 +62,7 @@ def test_a_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, "qwen3.5", "nemotron-h-limit", "falcon-h1", "lfm2"))
+@pytest.mark.thinned(1, most=2)
 def test_every_path_of_a_tree_is_generated_text(name: str) -> None:
     """Each path is decoded by transformers token by token, from the states of the prompt."""
     model, tree = model_of(name), random_tree(12, seed=3)

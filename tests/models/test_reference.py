@@ -46,6 +46,7 @@ def test_plain_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, *FIRST_ROWS))
+@pytest.mark.thinned(1, most=20)
 def test_every_path_of_a_tree_is_plain_text(name: str) -> None:
     """Prefixes longer and shorter than the windows, and none at all."""
     model, tree = model_of(name), random_tree(24, seed=3)

@@ -46,6 +46,7 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(FIRST_ROWS, *FIRST_ROWS[::3]))
+@pytest.mark.thinned(1, most=10)
 def test_norms_round_where_their_modules_round(name: str) -> None:
     """In bf16 every norm with a weight has the bits of the module that the weight is from.
 
@@ -83,6 +84,7 @@ def test_half_precision_is_as_exact_as_transformers(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.thinned(1, most=5)
 def test_half_precision_of_mixtures_is_as_exact_as_transformers(name: str) -> None:
     """In most rows: where rounding turns a close choice between two experts, all of a row differs, and what follows."""
     exact_model, model = build(name, attn_implementation="eager"), model_of_bf16(name)

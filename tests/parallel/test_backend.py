@@ -47,7 +47,7 @@ def random_request(seed: int) -> tuple[list[list[int]], LookaheadConfig, Samplin
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_any_number_of_ranks(ranks: int, seed: int) -> None:
     request = random_request(10 * seed + ranks)
     expected = summary(decode(ToyBackend(), *request))
@@ -57,7 +57,7 @@ def test_any_number_of_ranks(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("number", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_a_models_tokens(ranks: int, number: int) -> None:
     """A tiny Llama on either backend: K/V of what another rank computed must be made up for, at the right places."""
     case = random_cases(3, 8)[number]
@@ -87,6 +87,7 @@ def test_a_rank_that_forgets_what_it_lacks_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.thinned(1, most=1)
 def test_penalties_and_biases_on_ranks(ranks: int) -> None:
     """Each rank counts the whole text, and the tokens above its own nodes."""
     for temperature in (0.0, 1.0):

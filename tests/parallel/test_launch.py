@@ -101,6 +101,7 @@ sys.exit(launch([sys.executable, "-c", code, sys.argv[1]], 3, None, print))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
+@pytest.mark.thinned(1, most=1)
 def test_ranks_end_with_their_launcher(number: int, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True
@@ -160,6 +161,7 @@ def test_generate_on_two_ranks(folder: Path, tmp_path: Path) -> None:
         (["--ranks", "2", "--window", "-1"], "window=-1 must be a whole number of at least 0"),
     ],
 )
+@pytest.mark.thinned(1, most=1)
 def test_mistakes_are_told_before_a_rank_starts(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = run("-p", "x", *arguments, cache=tmp_path)
     assert done.returncode == 2

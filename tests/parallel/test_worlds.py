@@ -83,6 +83,7 @@ def test_a_rank_is_killed(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [{"ranks": 2}], indirect=True)
+@pytest.mark.slow
 def test_rank_0_is_killed(world: World) -> None:
     """The store dies with it, and that is how the others know."""
     world.until(1, "step 20.")

@@ -56,6 +56,7 @@ def streamed(server: Running, **body: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.thinned(1, most=1)
 def test_a_chat_is_what_the_library_generates(server: Running, temperature: float) -> None:
     expected = server.model.generate(MESSAGES, max_tokens=30, temperature=temperature, seed=5)
     body = {"max_tokens": 30, "temperature": temperature, "seed": 5}
@@ -94,6 +95,7 @@ def test_content_parts_and_the_developer_role(server: Running) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("strict", [True, None])
+@pytest.mark.thinned(1, most=2)
 def test_a_schema_holds_with_guesses_and_without(json_server: Running, temperature: float, strict: bool | None) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": strict}}
     body = {"response_format": format, "temperature": temperature, "seed": 2, "max_tokens": 60, "n": 2}
@@ -213,6 +215,7 @@ PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schem
 
 
 @pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.thinned(1, most=1)
 def test_tools_beside_a_response_format(json_server: Running, calls: bool) -> None:
     """The reply is a call, or an answer that follows the schema. A bias makes the model's choice: for or against "<",
     which begins a call."""
@@ -244,6 +247,7 @@ def test_calls_without_tags_do_not_go_with_a_response_format(make_json_model: Ca
 
 
 @pytest.mark.parametrize("field", [{"min_tokens": 25}, {"ignore_eos": True}])
+@pytest.mark.thinned(1, most=1)
 def test_a_grammar_goes_on_as_long_as_it_can(json_server: Running, field: dict[str, Any]) -> None:
     """Digits for ever: the end is always allowed, and the field keeps it away. A text that is complete ends."""
     digits = {"type": "array", "items": {"type": "integer"}, "minItems": 1}

@@ -25,6 +25,7 @@ def events(server: Running, path: str, **body: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.thinned(1, most=1)
 def test_a_completion_is_what_the_library_generates(server: Running, temperature: float) -> None:
     expected = server.model.generate(PROMPT, raw=True, max_tokens=30, temperature=temperature, seed=5)
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": temperature, "seed": 5}

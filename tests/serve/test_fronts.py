@@ -25,7 +25,9 @@ from lookahead.backends.failures import DeviceError
 from lookahead.engine.request import Event, TokenLogprobs
 from lookahead.serve.fronts import run as run_module
 from lookahead.serve.fronts.link import LENGTH, Drain, Status, frame, packed, read, unpacked
-from lookahead.serve.fronts.run import Fronts, FrontsError, default_fronts
+from lookahead.serve.fronts.run import Fronts, FrontsError, default_fronts, serve
+from lookahead.serve.settings import ServeSettings
+from lookahead.serve.sockets import bound
 from lookahead.serve.wire import Chunk
 from lookahead.stats import Stats
 
@@ -427,6 +429,39 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
         return found
 
 
+def test_a_front_process_serves_and_drains(make_json_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is in this process: its start would take as long as the front's."""
+    model, lines, replies = make_json_model(), list[str](), list[Any]()
+    expected = model.generate(model.encode("{", raw=True), max_tokens=20).text
+    monkeypatch.setattr(run_module, "serving_process", contextlib.nullcontext)  # the tests' process goes on
+    monkeypatch.setattr(run_module, "keep_from_collection", lambda: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def use() -> None:
+        try:
+            if soon(lambda: lines, 60):
+                url = lines[0].splitlines()[0].split(" at ")[1].strip().removesuffix("/v1")
+                replies.append(complete(url, max_tokens=20, ignore_eos=False))
+        finally:
+            if lines:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                fronts.fronts[0].process.kill()
+
+    try:
+        with bound("127.0.0.1", 0) as sockets, Fronts(1, sockets) as fronts:
+            thread = threading.Thread(target=use)
+            thread.start()
+            serve(model, ServeSettings(port=0, drain_seconds=20), lines.append, fronts)
+            thread.join(20)
+            assert fronts.fronts[0].process.wait(20) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert replies[0]["choices"][0]["text"] == expected
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_a_front_that_dies_is_replaced_and_the_server_drains(process: tuple[Any, str]) -> None:
     server, url = process

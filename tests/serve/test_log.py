@@ -275,6 +275,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch, level: str, format: str) -> Non
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
+@pytest.mark.thinned(1, most=1)
 def test_the_command_writes_one_record_a_line(
     loaded: Any,
     tmp_path: Path,

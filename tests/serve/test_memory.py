@@ -92,6 +92,7 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("keys", [5, 3000])
+@pytest.mark.thinned(1, most=1)
 def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pytest.LogCaptureFixture) -> None:
     """Random damage of a real file: it is set aside, or what it holds is what was saved."""
     path, rng, memory = tmp_path / "key.npz", random.Random(keys), filled(keys)

@@ -170,6 +170,7 @@ def test_a_begun_answer_is_continued(thinker: Running, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+@pytest.mark.thinned(1, most=1)
 def test_a_forced_call(json_server: Running, choice: dict[str, Any]) -> None:
     choice = {**choice, "disable_parallel_tool_use": True}
     found = ask(json_server, tools=[ADD], tool_choice=choice, max_tokens=200)

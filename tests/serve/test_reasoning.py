@@ -165,6 +165,7 @@ def test_several_choices_and_logprobs(free: Running) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.thinned(1, most=1)
 def test_a_schema_holds_after_the_reasoning(opened: Running, free: Running, seed: int) -> None:
     for server in (opened, free):
         end = str(server.model.tokenizer.convert_tokens_to_ids("</think>"))
@@ -207,6 +208,7 @@ def test_a_call_inside_of_the_reasoning_is_no_call(free: Running) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.thinned(1, most=1)
 def test_a_forced_call_comes_after_the_reasoning(opened: Running, choice: str) -> None:
     """Its tags are tokens of their own, as models are trained to write them."""
     vocabulary = opened.model.tokenizer.get_vocab()

@@ -22,6 +22,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=4)])
+@pytest.mark.thinned(1, most=1)
 def test_every_cut_gives_the_same_json(make_json_model: Callable[[], Any], sampling: SamplingParams) -> None:
     model = make_json_model()
     grammars, tokenizer = Grammars(model), SharedTokenizer(model.tokenizer)

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import schemathesis
 from http_server import Running, running
+from marks import slow_but
 
 EXAMPLES = 6
 
@@ -27,10 +28,18 @@ OPERATIONS = (
     "GET /metrics",
     "GET /version",
 )
+LONG = (
+    "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+)
+QUICK = [operation for operation in OPERATIONS if operation not in LONG]
+"""Without those whose requests take long to make up, and whose fields are mostly those of others."""
 LENGTHS = {"messages": "max_tokens", "prompt": "max_tokens", "input": "max_output_tokens"}
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", slow_but(OPERATIONS, *QUICK))
 def test_no_request_is_answered_with_a_5xx_or_an_undocumented_status(server: Running, operation: str) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     method, path = operation.split(" ")

@@ -36,6 +36,7 @@ def run(*args: str, load: Any = None) -> Any:
         (("--dtype", "int5"), "--dtype does not know 'int5'"),
     ],
 )
+@pytest.mark.thinned(1, most=5)
 def test_a_mistake_is_one_line(args: tuple[str, ...], says: str) -> None:
     done = run(*args)
     assert done.exit_code == 2
@@ -168,6 +169,7 @@ def test_a_switch_may_have_its_other_name(monkeypatch: pytest.MonkeyPatch, tmp_p
         (None, "cannot be read"),
     ],
 )
+@pytest.mark.thinned(1, most=5)
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
     file = tmp_path / "serve.yaml"
     if text is not None:

@@ -126,6 +126,7 @@ def test_steps_belong_to_streams_of_chats_and_completions(server: Running) -> No
         ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "look"}}]}),
     ],
 )
+@pytest.mark.thinned(1, most=2)
 def test_telling_steps_changes_nothing_else(server: Running, path: str, body: dict[str, Any]) -> None:
     plain = stream(server, path, body)
     asked = stream(server, path, {**body, "lookahead": {"trace": True}})

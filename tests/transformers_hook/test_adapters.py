@@ -50,7 +50,7 @@ def adapted(name: str, base: str = "Llama") -> Any:
 @INPUTS
 @MORE
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_same_as_stock(both: Any, name: str, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     model = adapted(name)
     found = both(model, inputs, max_new_tokens=24, pad_token_id=0, **more).same()
@@ -61,6 +61,7 @@ def test_same_as_stock(both: Any, name: str, inputs: dict[str, Any], more: dict[
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "prefix tuning", "P-tuning"])
+@pytest.mark.thinned(1, most=1)
 def test_learned_positions(both: Any, name: str) -> None:
     """Virtual tokens take positions, too."""
     for inputs in (PROMPT, ROWS):
@@ -148,6 +149,7 @@ def test_adapters_of_a_refused_call_do_not_stay(both: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "prefix tuning"])
+@pytest.mark.thinned(1, most=1)
 def test_padding_behind_virtual_tokens(both: Any, name: str) -> None:
     """It is on the left as asked for, and the virtual tokens further left; a sliding window counts it."""
     model = adapted(name, "Mistral")

@@ -27,6 +27,7 @@ def alone(model: Any, pair: Pair, inputs: dict[str, Any], count: int) -> None:
         assert text == own[0, single.shape[1] :].tolist()
 
 
+@pytest.mark.thinned(1, most=2)
 def test_padding_on_the_left(both: Any, model: Any) -> None:
     inputs = ids(LONG, LONG[:1], LONG[4:9], LONG[2:18])
     pair = both(model, inputs, max_new_tokens=12).same()
@@ -59,6 +60,7 @@ def holes() -> dict[str, Any]:
     return inputs
 
 
+@pytest.mark.thinned(1, most=1)
 def test_holes_in_the_mask(both: Any, model: Any) -> None:
     """A token that is hidden has no place in its row: those behind it stand one position nearer.
 
@@ -84,7 +86,7 @@ def test_mask_left_out(both: Any, llama: Any, batch: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_padding_on_the_right(both: Any, llama: Any, batch: dict[str, Any], given: bool, more: dict[str, Any]) -> None:
     """Stock warns and goes on behind the padding; so do we."""
     inputs = {name: value.flip(1) for name, value in batch.items() if given or name == "input_ids"}
@@ -149,7 +151,7 @@ def test_everything_hidden_is_refused(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_prefill_in_pieces(both: Any, model: Any, size: int) -> None:
     pair = both(model, ids(LONG), max_new_tokens=12, prefill_chunk_size=size).same()
     plain = model.generate(**ids(LONG), max_new_tokens=12, do_sample=False)

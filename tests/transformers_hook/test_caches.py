@@ -92,7 +92,7 @@ def bare(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(("make", "returned"), [(dynamic, True), (static, False), (bare, False)])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_empty_cache_is_filled(both: Any, model: Any, make: Any, returned: bool) -> None:
     """It is the caller's: changed in place, as stock does, whether or not it is asked for as an output."""
     turn = {**TURN, "return_dict_in_generate": returned}
@@ -113,7 +113,7 @@ def test_empty_cache_is_filled(both: Any, model: Any, make: Any, returned: bool)
         (static, False, "stock then ours"),
     ],
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_second_turn(model: Any, make: Any, new_only: bool, by: str) -> None:
     """A conversation that is continued is the one that is started anew, by whichever of the two each turn is done.
 
@@ -140,7 +140,7 @@ def test_second_turn(model: Any, make: Any, new_only: bool, by: str) -> None:
 @pytest.mark.parametrize("by", ["ours then ours", "ours then stock", "stock then ours"])
 @pytest.mark.parametrize("new_only", [False, True], ids=["all ids", "new ids"])
 @pytest.mark.parametrize("ends", [False, True], ids=["no eos", "eos"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_second_turn_of_a_padded_batch(llama: Any, batch: dict[str, Any], by: str, new_only: bool, ends: bool) -> None:
     """Padding on the left, and in the middle of rows that ended early: the mask has holes then."""
     first, second = by.split(" then ")
@@ -164,6 +164,7 @@ def test_second_turn_of_a_padded_batch(llama: Any, batch: dict[str, Any], by: st
 
 @pytest.mark.parametrize("name", ["mistral", "gemma"])
 @pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.thinned(1, most=1)
 def test_long_conversation_of_a_sliding_model(
     both: Any, name: str, implementation: str | None, request: pytest.FixtureRequest
 ) -> None:

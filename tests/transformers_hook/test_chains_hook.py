@@ -70,6 +70,7 @@ def test_tokens_logits_and_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in NAMES if name not in ALONE], *QUICK))
+@pytest.mark.thinned(1, most=1)
 def test_batches_and_samples(name: str) -> None:
     pair = run_both(chain_model(name), THREE, **GREEDY, **KEPT).same()
     if name in HYBRIDS:
@@ -87,6 +88,7 @@ def test_batches_of_classes_that_contradict_themselves_are_refused(name: str) ->
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", slow_but(HYBRIDS, "Qwen3NextForCausalLM"))
+@pytest.mark.thinned(1, most=1)
 def test_a_second_turn_on_a_returned_cache(name: str, rows: int) -> None:
     model = chain_model(name)
     texts = [LONG, LONG[2:]][:rows]

@@ -51,6 +51,7 @@ def test_the_first_token_is_the_last(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma"])
+@pytest.mark.thinned(1, most=1)
 def test_families(both: Any, name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     ids = torch.tensor([[5, 9, 2, 5, 9, 2, 5, 9, 7, 1], [0, 0, 0, 3, 4, 5, 3, 4, 5, 3]])
@@ -88,6 +89,7 @@ def test_end_tokens_stop_strings_and_streamer(both: Any, llama: Any, batch: dict
 
 
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.thinned(1, most=2)
 def test_outputs(both: Any, llama: Any, inputs: dict[str, Any], static: bool) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     implementation = "static" if static else None

@@ -42,12 +42,14 @@ def graph() -> lookahead.Decoding:
     return decoding(backend="graph")
 
 
+@pytest.mark.thinned(1, most=1)
 def test_greedy(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     pair = both(model, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert pair.compression > 1
     assert isinstance(facts.known[model].graph, GraphBackend)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_bigrams_come_from_disk_at_once_and_are_computed_later(
     both: Both, make_model: Any, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +68,7 @@ def test_bigrams_come_from_disk_at_once_and_are_computed_later(
     assert facts.known[second].memory.bigrams is not None
 
 
+@pytest.mark.thinned(1, most=1)
 def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     for seed in range(3):
         both(
@@ -83,6 +86,7 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
         {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
     ],
 )
+@pytest.mark.thinned(1, most=1)
 def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens, and where the generator stands after them, are those of `generate`."""
     pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
@@ -97,7 +101,7 @@ def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], s
 
 
 @pytest.mark.parametrize("settings", [{"typical_p": 0.9}, {"epsilon_cutoff": 0.01}, {"repetition_penalty": 1.2}])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:
@@ -231,6 +235,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("family", COMPUTED)
+@pytest.mark.thinned(1, most=1)
 def test_numbers_computed_from_weights_that_change(both: Both, prompt: dict[str, Any], family: str) -> None:
     """Readers of these families compute norms, embeddings or constants from weights. Changes in place reach them."""
     model = tiny(family, seed=0, vocab_size=120, **COMPUTED[family])

@@ -18,7 +18,7 @@ ENDS = {"eos_token_id": [28, 10, 75], "pad_token_id": 1}
     ("scores", "logits", "sample"),
     [(False, False, False), (True, False, False), (False, True, False), (True, True, False), (True, True, True)],
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_dictionary(both: Any, llama: Any, inputs: dict[str, Any], scores: bool, logits: bool, sample: bool) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": scores, "output_logits": logits}
     pair = both(llama, inputs, max_new_tokens=MANY, do_sample=sample, temperature=0.7, **wants).same()

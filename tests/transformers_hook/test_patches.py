@@ -190,7 +190,7 @@ WHEN = pytest.mark.parametrize("known", [False, True], ids=["before the first ca
     ("place", "rule"), [*(("a layer", rule) for rule in RULES), *((place, "one") for place in list(HOOKS)[1:])]
 )
 @WHEN
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=6)
 def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, rule: str, known: bool) -> None:
     if known:
         said(both, model)
@@ -203,6 +203,7 @@ def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, ru
 
 
 @pytest.mark.parametrize("rule", slow_but(RULES, "one", "many", "the prompt's"))
+@pytest.mark.thinned(1, most=1)
 def test_a_hook_in_half_precision(rule: str) -> None:
     """There tokens may differ by rounding, so only a hook that changes much is seen, and one that is right is not."""
     model = tiny("Llama", seed=0).to(torch.bfloat16)
@@ -219,7 +220,7 @@ def test_a_hook_in_half_precision(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["one", "several", "two", "many"])
 @pytest.mark.parametrize("part", [0.3, 0.04])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_a_hook_that_adds_little_in_half_precision(rule: str, part: float) -> None:
     """Less than logits differ between kernels. What it does to its own module's outputs is seen, and the same hook is
     taken if it does that to all tokens, or only records."""
@@ -240,6 +241,7 @@ def test_a_hook_that_adds_little_in_half_precision(rule: str, part: float) -> No
 
 
 @pytest.mark.parametrize("place", slow_but(HOOKS, "a layer", "before attention", "all modules"))
+@pytest.mark.thinned(1, most=1)
 def test_a_hook_that_changes_every_token_alike(both: Any, model: Any, place: str) -> None:
     before = said(both, model)
     handle = HOOKS[place](model, always)
@@ -298,6 +300,7 @@ def test_a_hook_that_counts_to_a_larger_budget(both: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", ["one", "two"])
+@pytest.mark.thinned(1, most=1)
 def test_a_model_that_prepares_its_passes(both: Any, model: Any, rule: str) -> None:
     """There the tree is compared with the model's own passes behind the prompt."""
     usual = model.prepare_inputs_for_generation
@@ -323,6 +326,7 @@ def test_a_model_that_prepares_its_passes(both: Any, model: Any, rule: str) -> N
 @pytest.mark.parametrize(
     "path", slow_but(["model.layers.1", "model.layers.0.mlp", "model.embed_tokens"], "model.layers.1")
 )
+@pytest.mark.thinned(1, most=2)
 def test_a_forward_set_on_a_module(both: Any, model: Any, make: Any, path: str) -> None:
     """Before the first call, replaced by another, removed, and set again."""
     module = model.get_submodule(path)
@@ -393,6 +397,7 @@ def test_a_forward_that_moves_to_another_module(both: Any, model: Any) -> None:
 
 
 @WHEN
+@pytest.mark.thinned(1, most=1)
 def test_a_forward_set_on_a_class(both: Any, model: Any, known: bool) -> None:
     kind = type(model.model.layers[0].mlp)
     if known:

@@ -41,6 +41,7 @@ def test_a_picture(both: Any, name: str) -> None:
 
 
 @names
+@pytest.mark.thinned(1, most=1)
 def test_two_pictures_and_none(both: Any, name: str) -> None:
     """Left-padded, each row with a picture of its own size; and words alone."""
     model = model_of(name)
@@ -73,6 +74,7 @@ def test_a_second_turn_on_the_returned_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llama4"])
+@pytest.mark.thinned(1, most=1)
 def test_a_second_turn_goes_on_where_the_first_ended(name: str) -> None:
     test_a_second_turn_on_the_returned_cache(name)
 
@@ -112,6 +114,7 @@ READ = [name for name, family in FAMILIES.items() if family.name + family.ending
 
 
 @pytest.mark.parametrize("name", slow_but(READ, "qwen2_5_vl", "paligemma"))
+@pytest.mark.thinned(1, most=1)
 def test_on_the_graph_backend(both: Any, name: str) -> None:
     """The graph backend continues behind the prompt's own pass, also where positions are shifted; a picture, two of
     them in a batch, and none."""

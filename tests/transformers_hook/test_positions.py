@@ -13,6 +13,7 @@ PROMPT = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1]
 
 
 @pytest.mark.parametrize("count", [20, 21, 22])
+@pytest.mark.thinned(1, most=1)
 def test_up_to_the_last_learned_position(both: Any, gpt2: Any, count: int) -> None:
     """A window or guess that would stand behind the last position is left out, not looked up."""
     both(gpt2, ids(PROMPT), max_new_tokens=count).same()
@@ -26,6 +27,7 @@ def test_one_token_more_needs_no_position(both: Any, gpt2: Any) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.1}, {"do_sample": True}], ids=str)
+@pytest.mark.thinned(1, most=1)
 def test_past_the_last_learned_position(gpt2: Any, more: dict[str, Any]) -> None:
     """Stock fails in the embedding table, with an IndexError."""
     with pytest.raises(IndexError):
@@ -65,6 +67,7 @@ def test_longrope_beyond_its_first_context(phi3: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.thinned(1, most=1)
 def test_scaled_rotary_positions(both: Any, make_model: Any, prompt: dict[str, Any], kind: str) -> None:
     """Factors that are the same for every position are no obstacle."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}

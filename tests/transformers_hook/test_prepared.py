@@ -67,7 +67,7 @@ def virtual_tokens(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change", [add_to_positions(3), without_positions, virtual_tokens], ids=["further", "places", "virtual tokens"]
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_honoured(both: Any, base: type, change: Any, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     model = changed(change, base)
     pair = both(model, inputs, max_new_tokens=24, pad_token_id=0, **more).same()

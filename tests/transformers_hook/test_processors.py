@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from pairs import Pair, decoding, ids, output_of
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
@@ -34,7 +35,7 @@ QUIET = {"renormalize_logits", "remove_invalid_values"}
 """Fields that do not change what a healthy model says when it is greedy."""
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", slow_but(FIELDS, *FIELDS.keys() - {"watermarking_config, selfhash"}))
 @pytest.mark.thinned(1)
 def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -47,7 +48,7 @@ def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str
 @pytest.mark.parametrize(
     "field", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_eos_token_id"]
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_processor_of_a_field_about_tokens(
     both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str
 ) -> None:
@@ -98,7 +99,7 @@ def test_prefix_allowed_tokens(both: Any, llama: Any, inputs: dict[str, Any]) ->
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_guidance_with_a_negative_prompt(both: Any, llama: Any, text: Any, batch: Any, scale: float, rows: int) -> None:
     inputs = {name: value[:rows] for name, value in batch.items()}
     against = {
@@ -112,6 +113,7 @@ def test_guidance_with_a_negative_prompt(both: Any, llama: Any, text: Any, batch
     )
 
 
+@pytest.mark.thinned(1, most=1)
 def test_all_at_once(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     both(
         llama, inputs, max_new_tokens=MANY, do_sample=True, temperature=0.4, top_p=0.9, repetition_penalty=1.1,
@@ -207,7 +209,7 @@ def test_calls_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]
 
 
 @pytest.mark.parametrize("wants", [[], ["output_logits"], ["output_scores", "output_logits"]], ids=str)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_processor_that_edits_in_place(
     both: Any, llama: Any, text: Any, inputs: dict[str, Any], wants: list[str]
 ) -> None:

@@ -25,7 +25,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_warper(both: Any, llama: Any, inputs: dict[str, Any], warper: str) -> None:
     """The kept scores show that it was at work: something was cut off, or all was stretched."""
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -39,7 +39,7 @@ def test_warper(both: Any, llama: Any, inputs: dict[str, Any], warper: str) -> N
 
 
 @pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_a_whole_tree_is_drawn_at_once(
     both: Any, llama: Any, inputs: dict[str, Any], warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +54,7 @@ def test_a_whole_tree_is_drawn_at_once(
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4, 50])
+@pytest.mark.thinned(1, most=2)
 def test_draws_at_any_depths(
     both: Any, counting: Any, count_up: dict[str, Any], levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_draws_at_any_depths(
     assert pair.compression > 4
 
 
+@pytest.mark.thinned(1, most=1)
 def test_seeds(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     """Another seed, another text, the same as stock's; and torch's generator is left as stock leaves it (`both`)."""
     texts = [
@@ -111,6 +113,7 @@ def test_greedy_draws_nothing(llama: Any, prompt: dict[str, Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_one_token_and_one_choice(both: Any, llama: Any, inputs: dict[str, Any], text: list[list[int]]) -> None:
     pair = both(llama, inputs, max_new_tokens=MANY, do_sample=True, top_k=1).same()
     assert output_of(inputs, pair.ours) == [row[:MANY] for row in text[: len(inputs["input_ids"])]]

@@ -28,6 +28,7 @@ def row(inputs: dict[str, Any], number: int) -> dict[str, Any]:
     return {name: value[number : number + 1, real] for name, value in inputs.items()}
 
 
+@pytest.mark.thinned(1, most=1)
 def test_same_seed_same_text(llama: Any, inputs: dict[str, Any]) -> None:
     first, hook = run(llama, inputs, 5)
     assert run(llama, inputs, 5)[0] == first
@@ -66,7 +67,7 @@ class Nothing(LogitsProcessor):
 
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20, 30)), "pad_token_id": 1}], ids=["no eos", "eos"])
 @pytest.mark.parametrize("together", ["", "streamer", "processor"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_row_of_a_batch_is_a_run_with_its_own_seed(
     llama: Any, batch: dict[str, Any], ends: dict[str, Any], together: str
 ) -> None:

@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["eager", "graph"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_prompts_of_one_token(both: Any, model: Any, backend: str) -> None:
     """The cache that is probed for its shapes has room for more than it holds."""
     for inputs in (ids([5]), ids([5], [7])):
@@ -39,7 +39,7 @@ def test_prompts_of_one_token(both: Any, model: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_given_to_a_prompt_of_one_token(both: Any, model: Any, length: int) -> None:
     pair = both(
         model, ids(LONG[:length]),
@@ -62,7 +62,7 @@ def test_hidden_states_of_few_tokens(both: Any, model: Any, count: int, length: 
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "hybrid", "hybrid_chunked"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_old_names(both: Any, model: Any, name: str) -> None:
     """transformers makes the cache that 'static' names, and its layers follow the model's."""
     pair = both(model, ids(LONG), cache_implementation=name, **TURN).same()

@@ -31,6 +31,7 @@ def test_end_token(both: Any, llama: Any, prompt: Any, text: Any, at: int, pad: 
 
 
 @pytest.mark.parametrize("pad", [{}, {"pad_token_id": 0}, {"pad_token_id": 5}])
+@pytest.mark.thinned(1, most=1)
 def test_end_tokens_of_rows_at_different_lengths(both: Any, llama: Any, batch: Any, text: Any, pad: Any) -> None:
     """Rows go on at their own pace; shorter ones are filled up with the padding, or with the first end token."""
     ends = [first(text[0], 3), first(text[1], 17), first(text[2], 9)]
@@ -77,6 +78,7 @@ class SecondEnd(EosTokenCriteria):
         return said[:, -1] & (said.sum(dim=-1) > 1)
 
 
+@pytest.mark.thinned(1, most=1)
 def test_end_token_criterion_of_another_kind(both: Any, llama: Any, inputs: dict[str, Any], text: Any) -> None:
     """What a criterion says counts, not the class that it was made from."""
     rule = SecondEnd(torch.tensor([next(token for token in text[0] if text[0].count(token) > 1)]))
@@ -235,6 +237,7 @@ def test_no_call_behind_the_end(both: Any, counting: Any, count_up: Any) -> None
 
 
 @pytest.mark.parametrize("end", [{}, {"eos_token_id": 119, "pad_token_id": 1}], ids=["no eos", "eos"])
+@pytest.mark.thinned(1, most=2)
 def test_criterion_that_looks_at_scores(both: Any, llama: Any, inputs: dict[str, Any], end: Any) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True}
     pair = both(llama, inputs, max_new_tokens=MANY, stopping_criteria=rules(Sure(0.25)), **wants, **end).same()

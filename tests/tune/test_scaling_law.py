@@ -47,6 +47,7 @@ def test_one_candidate_is_what_the_process_gives(alpha: float, gamma: int) -> No
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "b"), [(0.425, 4, 15), (0.2, 3, 5), (0.7, 9, 2), (0.05, 6, 30)])
+@pytest.mark.thinned(1, most=2)
 def test_b_candidates_are_what_the_process_gives(alpha: float, gamma: int, b: int) -> None:
     rng = random.Random(2)
     draws = [simulated_tokens(alpha, gamma, b, rng) for _ in range(DRAWS)]

@@ -68,6 +68,7 @@ def named(result: Result, name: str) -> Prediction:
     [(lambda _: 1.0, 0.0), (lambda i: 1.0 + (i // 150 % 2), 0.0), (lambda _: 1.0, 0.03)],
     ids=["quiet", "slow and fast", "stalls"],
 )
+@pytest.mark.thinned(1, most=1)
 def test_predictions_hold_on_a_restless_machine(mood: Callable[[int], float], stalls: float) -> None:
     model = ScriptedModel(mild, accepts, mood, stalls)
     result = tune(model, PROMPTS * 2, cost=curve(mild), max_tokens=96)

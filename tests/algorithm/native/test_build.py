@@ -91,6 +91,7 @@ def test_the_name_follows_source_and_flags(tmp_path: Path, monkeypatch: pytest.M
 
 @needs_compiler
 @unoptimised_build
+@pytest.mark.slow
 def test_many_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(native.load, [tmp_path] * 4))
@@ -172,6 +173,7 @@ DRIFTS = {
 @needs_compiler
 @unoptimised_build
 @pytest.mark.parametrize("drift", DRIFTS)
+@pytest.mark.thinned(1, most=2)
 def test_structs_that_python_packs_otherwise_are_found_out(
     drift: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -150,6 +150,7 @@ def test_what_a_table_refuses() -> None:
             copied(table)
 
 
+@pytest.mark.slow
 def test_memory_is_freed_with_its_table() -> None:
     freed: list[int] = []
     compiled = library()
@@ -344,7 +345,7 @@ def told(drafter: Drafter, vocabulary: int, config: LookaheadConfig, sampling: S
     ],
     ids=["all", "cost", "request", "recycle", "paper", "fixed-point", "plain"],
 )
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_every_step_of_a_generation_is_the_same(
     vocabulary: int, config: LookaheadConfig, sampling: SamplingParams
 ) -> None:
@@ -354,7 +355,7 @@ def test_every_step_of_a_generation_is_the_same(
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("ngram", [4, 2])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_every_step_of_the_graph_backend_is_the_same(
     model: Any, temperature: float, ngram: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

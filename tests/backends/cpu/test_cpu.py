@@ -61,6 +61,7 @@ def backend(name: str = "llama", *, quantised: bool = False) -> CpuBackend:
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "biases", "one head for all", "two kinds of layers"))
+@pytest.mark.thinned(1, most=1)
 def test_greedy_tokens_are_transformers_own(name: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, with trees of more nodes than fit into the spare cells."""
     expected = [plain(model(name), p, 24) for p in PROMPTS]
@@ -80,6 +81,7 @@ def test_a_long_text_crosses_blocks_and_outgrows_the_buffer(settings: LookaheadC
 
 
 @pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.thinned(1, most=1)
 def test_seeded_sampling_equals_autoregressive(settings: LookaheadConfig, quantised: bool) -> None:
     made = backend(quantised=quantised)
     for sampling in (SamplingParams(0.9, seed=3), SamplingParams(1.3, top_k=9, top_p=0.9, seed=8)):
@@ -186,7 +188,7 @@ def logits(made: CpuBackend, slot: int, tree: TokenTree) -> torch.Tensor:
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("length", slow_but([1, 90, 95, 96, 127, 128, 129, 190, 255, 256, 999], 90, 128, 256, 999))
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama", "one head each", "mistral"))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_a_row_has_the_same_bits_in_every_step(name: str, length: int, quantised: bool) -> None:
     """Paths of random trees against single steps, alone and beside a neighbour."""
     made = backend(name, quantised=quantised)
@@ -256,6 +258,7 @@ def test_the_budget_falls_back_to_what_is_exact(
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama", "qwen2", "qwen3"))
+@pytest.mark.thinned(1, most=1)
 def test_int8_has_an_exact_text_of_its_own(name: str, settings: LookaheadConfig) -> None:
     made = backend(name, quantised=True)
     expected = [outputs(made, [p], AUTOREGRESSIVE)[0] for p in PROMPTS]

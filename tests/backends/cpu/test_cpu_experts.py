@@ -61,12 +61,14 @@ def error(described: Decoder, other: Decoder | None = None) -> float:
 
 
 @pytest.mark.parametrize("knob", MIXTURES)
+@pytest.mark.thinned(1, most=10)
 def test_logits_are_those_of_the_description(knob: str) -> None:
     assert error(decoder(knob)) < 1e-5
 
 
 @pytest.mark.parametrize("format", [FP8, MXFP4], ids=str)
 @pytest.mark.parametrize("knob", ["softmax", "transposed", "alternating, clamped", "shared expert behind a gate"])
+@pytest.mark.thinned(1, most=4)
 def test_quantised_experts_are_expanded(knob: str, format: Format) -> None:
     rounded = quantised(decoder(knob), format)
     assert error(rounded) < 1e-5
@@ -94,6 +96,7 @@ def test_a_row_has_the_same_bits_in_every_step(knob: str) -> None:
 
 
 @pytest.mark.parametrize("format", [None, INT8, MXFP4], ids=str)
+@pytest.mark.thinned(1, most=1)
 def test_wide_experts_have_the_same_bits_in_every_step(format: Format | None) -> None:
     """Sums of more terms than one piece of a packed product."""
     make = Maker()
@@ -114,6 +117,7 @@ def test_the_check_runs_a_layer_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("knob", ["softmax, weights with sum 1", "groups", "alternating, clamped"])
+@pytest.mark.thinned(1, most=1)
 def test_texts_are_those_of_single_tokens(knob: str, settings: LookaheadConfig) -> None:
     made = backend(decoder(knob))
     assert outputs(made, PROMPTS, settings) == outputs(made, PROMPTS, LookaheadConfig.autoregressive())

@@ -216,6 +216,7 @@ def is_greedy(described: Decoder, prompt: list[int], text: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("knob", slow_but(TEXTS, "keys and values of earlier layers", "chunks", "learned positions"))
+@pytest.mark.thinned(1, most=1)
 def test_texts_are_those_of_single_tokens(knob: str, settings: LookaheadConfig) -> None:
     made, prompts, sampling = backend(decoder(knob)), PROMPTS[1:3], SamplingParams(0.9, seed=3)
     found = outputs(made, prompts, settings)
@@ -236,6 +237,7 @@ def test_int8_has_an_exact_text_of_its_own(knob: str, settings: LookaheadConfig)
 
 @pytest.mark.parametrize("int8", slow_but([False, True], False))
 @pytest.mark.parametrize("knob", slow_but(ALL, *TEXTS, "xielu", "narrow heads", "one K/V head", "wide heads"))
+@pytest.mark.thinned(1, most=5)
 def test_a_row_has_the_same_bits_in_every_step(knob: str, int8: bool) -> None:
     small = reduced_model(decoder(knob))
     assert invariant_nodes(backend(small, int8=int8), (1, HOME - 2)) == SPARE + 1

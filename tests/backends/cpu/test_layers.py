@@ -69,6 +69,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
+@pytest.mark.thinned(1, most=24)
 def test_every_model_of_the_table(name: str) -> None:
     """A tree behind prefixes shorter and longer than the windows."""
     decoder, tree = read(build(name), "cpu"), random_tree(20, 4)
@@ -82,6 +83,7 @@ def test_every_model_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.thinned(1, most=3)
 def test_logits_are_those_of_the_description(length: int, head_bias: bool) -> None:
     """A prompt, a tree behind it beside a neighbour, and a tree behind the path that is kept of the first one."""
     made = backend(head_bias=head_bias)
@@ -160,6 +162,7 @@ def test_greedy_tokens_are_transformers_own(settings: LookaheadConfig, plain: Pl
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.thinned(1, most=3)
 def test_a_row_has_the_same_bits_in_every_step(length: int, int8: bool) -> None:
     made, prefix = backend(int8=int8), tokens(length)
     slot, other = made.open(), made.open()

@@ -144,6 +144,7 @@ def test_all_logits_many_rows_and_many_top_tokens_take_the_full_head() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0.02, 0.5, 30.0])
+@pytest.mark.thinned(1, most=6)
 def test_the_argmax_of_capped_logits_is_the_full_heads(kind: str, size: float) -> None:
     """Of logits in the linear part of the tanh, in the bent one, and where it makes most of them equal."""
     matrix, hidden = random_case(kind, 500, 64, MOST_SCREENED, seed=7)
@@ -244,6 +245,7 @@ def test_greedy_tokens_are_transformers_own(settings: LookaheadConfig, plain: Pl
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (0.25, 2.0), (-0.5, 3.0)])
+@pytest.mark.thinned(1, most=1)
 def test_screened_texts_of_scaled_and_capped_logits(scale: float, cap: float | None, settings: LookaheadConfig) -> None:
     """The screened head gives the tokens of the description, and the full head the same."""
     described = replace(read(model(), "cpu"), logit_scale=scale, logit_softcap=cap)

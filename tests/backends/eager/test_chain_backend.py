@@ -41,6 +41,7 @@ def backend_of(name: str) -> ChainBackend:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thinned(1, most=1)
 def test_texts_are_those_of_generate(name: str) -> None:
     backend = backend_of(name)
     sequences = [run(backend, [prompt], CHAINS, COUNT)[0] for prompt in PROMPTS]
@@ -52,6 +53,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thinned(1, most=1)
 def test_seeded_samples_are_those_of_single_tokens(name: str) -> None:
     backend, sampling = backend_of(name), SamplingParams(temperature=0.8, seed=3)
     single = outputs(backend, PROMPTS, PLAIN, COUNT, sampling)
@@ -79,6 +81,7 @@ class Counting(ChainBackend):
 
 @pytest.mark.parametrize("depth", range(6))
 @pytest.mark.parametrize("name", slow_but(known((*RECURRENT, *OTHERS)), "Qwen3NextForCausalLM"))
+@pytest.mark.thinned(1, most=2)
 def test_chains_that_are_refused_at_this_depth(name: str, depth: int) -> None:
     """A prediction with a wrong token after every `depth` right ones: accepted tokens run again in front of the next
     root, and no pass is added."""

@@ -349,6 +349,7 @@ def test_a_row_means_the_same_alone_and_in_a_batch(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 29, 30])
+@pytest.mark.thinned(1, most=2)
 def test_chunked_prefill(
     llama: Any, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
@@ -393,6 +394,7 @@ def windowed(kind: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", slow_but(WINDOWED, "Mistral", "Gemma2"))
+@pytest.mark.thinned(1, most=1)
 def test_sliding_window(kind: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Prompts shorter and longer than the window, outputs that pass it, alone and in a batch."""
     model = windowed(kind)

@@ -75,8 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("Nemotron", {}),
 }
 WINDOWED = [name for name, (_, fields) in FAMILIES.items() if fields.get("sliding_window")]
-QUICK = ("Llama", "Mistral", "Mixtral", "Qwen2", "Gemma2", "GPT2", "GPTNeoX", "OPT", "Falcon, new architecture")
-QUICK += ("DeepseekV3", "GptOss", "SmolLM3")
+QUICK = ("Mistral", "Mixtral", "Gemma2", "GPT2", "GPTNeoX", "DeepseekV3", "GptOss")
 """One of each idea: windows, experts, capped logits, learned and partial rotary positions, latent attention, sinks."""
 
 
@@ -117,6 +116,7 @@ def test_same_tokens(family: str, sample: bool) -> None:
 
 
 @pytest.mark.parametrize("family", slow_but(WINDOWED, *QUICK))
+@pytest.mark.thinned(1, most=2)
 def test_the_window_matters(family: str) -> None:
     """Without it the tokens are others, so a window that is read wrongly would be seen."""
     kind, fields = FAMILIES[family]

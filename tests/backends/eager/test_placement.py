@@ -162,6 +162,7 @@ def test_ranks_time_nothing(saved: Path, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("way", ["transformers", "torchao"])
+@pytest.mark.thinned(1, most=1)
 def test_quantised_weights(saved: Path, way: str) -> None:
     """int8 weights that are made floats again on use: a token's logits do not depend on the others in its pass."""
     pytest.importorskip("torchao", minversion="0.18")  # the first whose int8 weights are an `Int8Tensor` by default

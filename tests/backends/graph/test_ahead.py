@@ -124,6 +124,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.thinned(1, most=1)
 def test_plain_steps_run_ahead_between_steps_with_draft_tokens(
     sampling: SamplingParams, count: int, device: str, ran: list[str]
 ) -> None:
@@ -158,6 +159,7 @@ def test_plain_steps_run_ahead_between_steps_with_draft_tokens(
 
 
 @pytest.mark.parametrize("seed", slow_but(range(3), 0))
+@pytest.mark.slow
 def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
     """Up to five sequences, of several lengths. The batch is padded at times, and pages are reused."""
     rng = random.Random(seed)
@@ -178,6 +180,7 @@ def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: lis
 
 
 @pytest.mark.parametrize("end", [1, 2, 7])
+@pytest.mark.thinned(1, most=1)
 def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, ran: list[str]) -> None:
     """The step ahead was wasted. The next sequences, in the same pages, are not affected by it."""
     model = tiny("Llama", device=device)
@@ -344,6 +347,7 @@ def test_not_where_tokens_are_judged(device: str, ran: list[str]) -> None:
 
 
 @pytest.mark.parametrize("length", slow_but([1, 62, 63, 64, 65], 63, 64))
+@pytest.mark.thinned(1, most=1)
 def test_a_step_ahead_takes_pages(length: int, device: str, plain: Plain, ran: list[str]) -> None:
     """The device is told of a new page before the step ahead that writes to it. No step waits for the host there."""
     model = tiny("Llama", device=device)
@@ -555,7 +559,7 @@ ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, 
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=4)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
     """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))

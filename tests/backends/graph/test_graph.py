@@ -106,6 +106,7 @@ def make(name: str, device: str = "cpu", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama-odd-heads", "mistral", "qwen2-hybrid"))
+@pytest.mark.thinned(1, most=1)
 def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, against a model that the backend has not touched."""
     model = make(name, device)
@@ -119,6 +120,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "qwen2-hybrid"))
+@pytest.mark.slow
 def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
     """One seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
@@ -139,6 +141,7 @@ def test_sampling_equals_autoregressive(name: str, device: str, settings: Lookah
         ("qwen2-hybrid", {"max_window_layers": 0}),
     ],
 )
+@pytest.mark.thinned(1, most=2)
 def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain: Plain) -> None:
     """Without its biases, norms of q and k, or windows a model gives other tokens: the tests above would notice."""
     with_it, without = make(name), make(name, **changes)
@@ -146,6 +149,7 @@ def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain
 
 
 @pytest.mark.parametrize("kind", slow_but(ROPES, "yarn", "longrope"))
+@pytest.mark.thinned(1, most=1)
 def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Dynamic and longrope factors depend on the furthest position that is asked for. The backend makes tables for all
     of the buffer's positions, most of them beyond the context, and must still get the factors of a short text.
@@ -237,6 +241,7 @@ def assert_nothing_is_held(backend: GraphBackend) -> None:
 
 
 @pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.thinned(1, most=1)
 def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """In fp32 both give the same tokens."""
     model = make("llama", device)
@@ -313,6 +318,7 @@ def test_buckets() -> None:
     ],
 )
 @pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.thinned(1, most=8)
 def test_the_kind_of_a_step(
     chunks: list[int], trees: list[int], rows: int, needed: int, small: bool, within: bool, invariant: bool
 ) -> None:
@@ -348,6 +354,7 @@ def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain
 
 
 @pytest.mark.parametrize("budget", slow_but([1, 2, 9, 16, 17, 33, 100, 200], 1, 17, 200))
+@pytest.mark.thinned(1, most=1)
 def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     """Steps of many captured sizes, full ones and padded ones."""
     prompt = random.Random(5).choices(range(VOCABULARY), k=40) * 2
@@ -362,7 +369,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("most", slow_but([1, 8, 32], 8))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Plain) -> None:
     """They run in several passes, of which the last one has the tree, too."""
     model = make(name, device)
@@ -483,6 +490,7 @@ def guesses(rng: random.Random, token: int, answer: Sequence[int], size: int) ->
 
 
 @pytest.mark.parametrize("seed", slow_but(range(12), 1))
+@pytest.mark.slow
 def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) -> None:
     """8 to 16 at once join and leave, with prompts in pieces, random trees, shared beginnings, and too few pages for
     all of them. Each says what it says alone.
@@ -557,7 +565,7 @@ def skipping_tree(size: int, seed: int) -> tuple[TokenTree, list[int]]:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("length", slow_but([0, 50, 62, 63, 64, 65, 126, 127, 128, 129], 62, 63, 64, 128))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_commits_across_pages(name: str, length: int, device: str) -> None:
     """A prompt that ends at a page's border, then accepted nodes that move from one page to another."""
     model = make(name, device)
@@ -1040,6 +1048,7 @@ def assert_close(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+@pytest.mark.thinned(1, most=1)
 def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """The cached K/V, with a waiting commit, is the eager backend's, and both backends can continue from it."""
     model = make(name, device)
@@ -1126,6 +1135,7 @@ def held(backend: GraphBackend) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "qwen2", "qwen3"])
+@pytest.mark.thinned(1, most=2)
 def test_weights_are_held_once(name: str, device: str, plain: Plain) -> None:
     """The model's matrices are views of the fused ones, with the same numbers, and it gives the same output."""
     model = make(name, device)
@@ -1249,7 +1259,7 @@ def test_does_not_refuse(name: str) -> None:
 
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_biases_and_other_activations(
     changes: dict[str, Any], head_bias: bool, device: str, settings: LookaheadConfig, plain: Plain
 ) -> None:
@@ -1309,7 +1319,7 @@ def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> No
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("size", [1, 2, 16, 33, 130, 512])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_results_equal_the_eager_backends(name: str, size: int, device: str) -> None:
     """One tree behind a prompt: logits, targets, the likeliest tokens and their levels."""
     model = make(name, device, max_position_embeddings=1024)
@@ -1516,6 +1526,7 @@ def test_pages_come_with_the_packet(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("spare", "launched"), [(64, []), (0, [3])])
+@pytest.mark.thinned(1, most=1)
 def test_more_pages_than_a_packet_has_room_for(
     spare: int, launched: list[int], device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

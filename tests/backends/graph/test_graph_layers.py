@@ -58,6 +58,7 @@ def check_trees(backend: GraphBackend, described: Decoder, lengths: Sequence[int
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 @LENGTHS
+@pytest.mark.thinned(1, most=24)
 def test_every_model_of_the_table(name: str, length: int, device: str) -> None:
     check_trees(GraphBackend(build(name, device)), read(build(name, device), "graph"), [length])
 
@@ -175,6 +176,7 @@ def test_layers_that_differ(device: str) -> None:
     check_trees(backend, described, (1, 5, 63, 64, 65, 130, 200))
 
 
+@pytest.mark.slow
 def test_texts_of_layers_that_differ(device: str, settings: LookaheadConfig) -> None:
     """Greedy, alone and in a batch; drawn by trees as token by token. Pages behind the windows are given back."""
     backend, described = uneven(device)
@@ -195,7 +197,7 @@ def test_texts_of_layers_that_differ(device: str, settings: LookaheadConfig) -> 
 
 @pytest.mark.parametrize("window", slow_but([7, 40, 100], 7, 100))
 @pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_pages_behind_a_window_are_given_back(
     window: int, hybrid: bool, device: str, settings: LookaheadConfig
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_beginning_is_shared_where_windows_have_moved_on(device: str, settings
     assert [b - a for a, b in pairwise(hits)] == [384, 192, 128]
 
 
+@pytest.mark.slow
 def test_little_room_behind_a_window(device: str, settings: LookaheadConfig) -> None:
     """More and longer texts than the pages of the layers hold: they wait for each other, and stay exact."""
     model = tiny("Mistral", device=device, sliding_window=30, max_position_embeddings=1024)

@@ -92,6 +92,7 @@ def test_kernels_give_the_eager_backends_tokens(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", slow_but(FORMATS, "int8", "int4 ordered"))
+@pytest.mark.thinned(1, most=1)
 def test_lookahead_equals_token_by_token(name: str, device: str, settings: LookaheadConfig) -> None:
     """Alone and in a batch. The model's own forward pass reads the same weights before and after; where it rounds
     activations, a difference in the last bit may become a step of a code, and its text another."""
@@ -138,6 +139,7 @@ def check_shared_pages(
         assert sequence.output == alone[0]
 
 
+@pytest.mark.slow
 def test_texts_that_share_pages_and_leave_for_others(device: str, settings: LookaheadConfig) -> None:
     check_shared_pages(lambda: quantised_model("int8", device), 32, 8, 60, settings)
 

@@ -61,6 +61,7 @@ def expected_logits(described: Decoder, prompt: int, text: Sequence[int], tree: 
 
 @pytest.mark.parametrize("name", slow_but(ROWS, *FIRST, "granite-mamba-limit"))
 @pytest.mark.parametrize("length", slow_but([1, 2, 70], 2))
+@pytest.mark.thinned(1, most=6)
 def test_trees_of_every_model(name: str, length: int, device: str) -> None:
     """A tree behind a prompt, trees behind what was committed of it, and a chunk in the middle of the text."""
     backend, described = GraphBackend(make(name, device)), read(make(name, device), "graph")
@@ -87,7 +88,7 @@ def test_trees_of_every_model(name: str, length: int, device: str) -> None:
     step(chunk, TREE)
 
 
-@pytest.mark.parametrize("name", slow_but(ROWS, *FIRST))
+@pytest.mark.parametrize("name", slow_but(ROWS, *KINDS, "mamba2"))
 def test_greedy_equals_transformers(name: str, device: str, plain: Plain, settings: LookaheadConfig) -> None:
     """Alone, in a batch, and token by token. Limits of a prompt's time steps are those of the prompt alone."""
     model = make(name, device)
@@ -150,6 +151,7 @@ def test_requests_join_and_slots_are_used_again(
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, "qwen3.5"))
+@pytest.mark.slow
 def test_preempted_requests_run_again(name: str, device: str, plain: Plain, settings: LookaheadConfig) -> None:
     """Their states are folded again from their tokens, those of the answer included."""
     prompts = [tokens(8 + 3 * i, 3 + i) for i in range(3)]

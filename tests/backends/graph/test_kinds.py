@@ -37,7 +37,7 @@ def kind(on: DeviceTraits, chunk: int, nodes: int, needed: int) -> ForwardKind:
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 256), (9, 3, 64), (32, 8, 128), (32, 32, 128)])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: int, tokens: int, budget: int) -> None:
     on = device(HeadShape(heads, kv_heads, dim))
     prepared = set(every_forward_kind(on, 1, tokens, budget, MOST_ROWS))
@@ -115,6 +115,7 @@ def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(64, 64, 64), (9, 3, 64), (32, 8, 128), (4, 2, 256), (1, 1, 32)]
 )
+@pytest.mark.thinned(1, most=2)
 def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) -> None:
     """Where a tile's splits have programs of their own, no program takes a second tile. A few sequences have such
     programs, and many do not."""

@@ -47,6 +47,7 @@ def parameter_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.thinned(1, most=3)
 def test_placed_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = saved(build(name), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
@@ -79,6 +80,7 @@ def test_lowering_placed_weights_copies_none(name: str, tmp_path: Path) -> None:
     assert backend.reads_weights_of(model)
 
 
+@pytest.mark.slow
 def test_every_family_that_the_graph_backend_runs_can_be_placed() -> None:
     placed = 0
     for name, _, _ in ROWS:

@@ -161,7 +161,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Any]]:
     return called
 
 
-@pytest.mark.parametrize("drop_pages", [True, False])
+@pytest.mark.parametrize("drop_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiling_pass_launches_the_kernels_of_a_real_one(launched: set[tuple[str, Any]], drop_pages: bool) -> None:
     """Also if layers with a window and others are in one attention group."""
     model = tiny("Qwen2", num_hidden_layers=6, use_sliding_window=True, sliding_window=7, max_window_layers=3)

@@ -167,6 +167,7 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
 
 
 @pytest.mark.parametrize("happens", slow_but(["nothing", "slow", "broken", "deaths"], "broken", "deaths"))
+@pytest.mark.thinned(1, most=1)
 def test_many_sequences_share_a_channel(
     served: Any, one_process: Running, happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

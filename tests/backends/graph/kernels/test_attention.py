@@ -48,6 +48,7 @@ UNITS = pytest.mark.skipif(not torch.cuda.is_available(), reason="is about how t
         slow_interpreted([(40, 0, 121)], 9, 3, 64),  # the embedded model's heads
     ],
 )
+@pytest.mark.thinned(1, most=3)
 def test_error_at_most_twice_pytorchs(
     device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], heads: int, kv_heads: int, dim: int
 ) -> None:
@@ -77,6 +78,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int,
 )
 @pytest.mark.parametrize("near_splits", [slow_interpreted(1), 3])
 @pytest.mark.parametrize("unsplit", [False, True])
+@pytest.mark.thinned(1, most=1)
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int, unsplit: bool) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""
     step = Step(device, torch.float32, parts_of((length, 0, 3), (40, 0, 3)), 2, 1, 64)
@@ -93,6 +95,7 @@ def test_more_splits_than_near_blocks(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, False), (torch.float16, True)])
 @pytest.mark.parametrize("dim", [64, slow_interpreted(80)])
+@pytest.mark.thinned(1, most=1)
 def test_what_others_left_behind_does_not_spread(
     device: torch.device, dtype: torch.dtype, invariant: bool, dim: int
 ) -> None:
@@ -136,7 +139,7 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
     ("heads", "kv_heads", "dim", "length", "window", "spread"),
     [
         slow_interpreted(2, 2, 64, 60, 0, 1),
-        (2, 1, 64, 131, 40, 1),
+        slow_interpreted(2, 1, 64, 131, 40, 1),
         slow_interpreted(4, 2, 64, 131, 40, 1),
         slow_interpreted(3, 1, 64, 203, 0, 1),
         slow_interpreted(2, 1, 64, 700, 40, 1),
@@ -168,6 +171,10 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     if device.type == "cuda":  # the interpreter would take minutes
         heads, kv_heads = 16 * heads, 16 * kv_heads
     check_invariance(device, dtype, HeadShape(heads, kv_heads, dim), length, {"window": window}, spread=spread)
+
+
+def test_a_row_is_the_same_in_a_small_tree(device: torch.device) -> None:
+    check_invariance(device, torch.float16, HeadShape(2, 1, 64), 131, {"window": 40}, ahead=12, nodes=24)
 
 
 @pytest.mark.parametrize("length", [65, 76, 79, 80])

@@ -39,6 +39,7 @@ def test_move_accepted(device: torch.device, sequences: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [8, 120, slow_interpreted(4096), slow_interpreted(9001)])
+@pytest.mark.thinned(1, most=2)
 def test_top_tokens(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     torch.manual_seed(vocabulary)
     logits = (3 * torch.randn(6, vocabulary)).to(device, dtype)

@@ -123,6 +123,7 @@ def test_draws_with_any_settings(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", slow_but(["float32", "ties"], "ties"))
+@pytest.mark.slow
 def test_more_candidates_than_fit_in_a_tile(kind: str) -> None:
     """At a high temperature nearly all tokens are candidates, and tied ones stand in several tiles."""
     rows = [(100.0, 0, 0.6123, 0.0, 0.97), (100.0, 4400, 0.9321, 0.0, 0.51), (100.0, 4400, 1.0, 0.0, LAST)]
@@ -132,6 +133,7 @@ def test_more_candidates_than_fit_in_a_tile(kind: str) -> None:
     assert multinomial(logits, rows, noise, range(3)) == multinomial(logits, rows, noise, range(3), reference_draw)
 
 
+@pytest.mark.slow
 def test_of_tied_tokens_top_p_keeps_the_lower_ids() -> None:
     """Half of 12 equal tokens stay, wherever they stand; the uniforms visit all of them."""
     logits = torch.full((12, 3000), -20.0)
@@ -154,6 +156,7 @@ def test_a_row_does_not_depend_on_its_place() -> None:
         assert drawn(logits[order], [ROWS[i] for i in order]) == [whole[i] for i in order]
 
 
+@pytest.mark.slow
 def test_scratch_may_be_larger_and_used_before() -> None:
     """What an earlier call left there does not matter."""
     work = filters.DrawWork(5, 333, DEVICE)
@@ -170,6 +173,7 @@ def test_scratch_may_be_larger_and_used_before() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.thinned(1, most=2)
 def test_top_tokens_are_the_best_and_of_equal_ones_the_lowest(dtype: torch.dtype, strided: bool) -> None:
     """Also of both signs, of zeros of both signs, and in rows that do not follow one another."""
     generator = torch.Generator().manual_seed(0)
@@ -237,6 +241,7 @@ def warped(scores: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ties", *map(slow_interpreted, ["float32", "bfloat16", "float16", "holes"])])
+@pytest.mark.slow
 def test_draws_with_noise_are_those_of_multinomial(kind: str) -> None:
     """`torch.multinomial` with the same noise, after transformers' warpers, and the slow twin."""
     logits = some_logits(1301, len(ROWS), kind)
@@ -254,6 +259,7 @@ def test_draws_with_noise_are_those_of_multinomial(kind: str) -> None:
     assert multinomial(logits, ROWS, noise, depths, reference_draw) == expected
 
 
+@pytest.mark.slow
 def test_of_tied_tokens_transformers_keeps_the_higher_ids() -> None:
     logits = torch.full((12, 3000), -20.0)
     places = torch.arange(12) * 250 + 3

@@ -45,6 +45,7 @@ def test_tokens_that_are_read_as_others(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.3, None), (1.0, 2.0), (0.0625, 30.0)])
+@pytest.mark.thinned(1, most=8)
 def test_finish_logits(device: torch.device, dtype: torch.dtype, biased: bool, scale: float, cap: float | None) -> None:
     """In place, and of the given rows only; large logits do not overflow, and a row has the same bits alone."""
     make = Maker(device, dtype)
@@ -64,6 +65,7 @@ def test_finish_logits(device: torch.device, dtype: torch.dtype, biased: bool, s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inner"), [(7, 4096), (1, 40), (54, 600)])
+@pytest.mark.thinned(1, most=2)
 def test_last_columns(device: torch.device, dtype: torch.dtype, columns: int, inner: int) -> None:
     """They are written to the end of longer rows, and a row has the same bits among any others, also where products
     cancel."""

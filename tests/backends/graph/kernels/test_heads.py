@@ -21,6 +21,7 @@ from lookahead.models.norm import Norm
 @pytest.mark.parametrize(
     "shapes", [[(0, 0, 1)], [(7, 0, 33)], [(61, 5, 16), (107, 70, 0), (64, 0, 2)], [(3, 0, 130)], [(190, 2, 64)] * 3]
 )
+@pytest.mark.thinned(1, most=2)
 def test_locate_rows(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
     """Random trees, chunks and rows that are left over, against `tree.visibility`."""
     rng = random.Random(repr(shapes))
@@ -119,7 +120,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 128)])
 @pytest.mark.parametrize("extras", ["none", "bias", "norms"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_rotate_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
 ) -> None:
@@ -207,6 +208,7 @@ IN_TWO_LAUNCHES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*FUSED, *IN_TWO_LAUNCHES])
+@pytest.mark.thinned(1, most=24)
 def test_every_kind_of_projections(device: torch.device, dtype: torch.dtype, name: str) -> None:
     case = Case(device, dtype)
     changes = projections(name, case)
@@ -216,6 +218,7 @@ def test_every_kind_of_projections(device: torch.device, dtype: torch.dtype, nam
 
 
 @pytest.mark.parametrize("dim", [6, 40, 512])
+@pytest.mark.thinned(1, most=1)
 def test_head_widths(device: torch.device, dim: int) -> None:
     case = Case(device, torch.float32, 3, 1, dim)
     case.check(**case.rotation(dim // 2), q_norm=case.norm(dim))

@@ -74,6 +74,7 @@ def test_add_norm(device: torch.device, dtype: torch.dtype, rows: int, width: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.thinned(1, most=9)
 def test_kinds_of_norms(device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Before the layer, and of what is added; the mean of a row is far from 0."""
     make = Maker(device, dtype)
@@ -99,6 +100,7 @@ def test_kinds_of_norms(device: torch.device, dtype: torch.dtype, name: str) -> 
     ],
     ids=["no norm", "bias", "all of one", "output scale", "parallel", "parallel, scaled", "all of two"],
 )
+@pytest.mark.thinned(1, most=7)
 def test_structures_of_blocks(device: torch.device, dtype: torch.dtype, kinds: dict[str, Any]) -> None:
     """Biases, norms after a layer, scales, and the two halves of a parallel block."""
     make = Maker(device, dtype)

@@ -114,7 +114,7 @@ def check_product(found: torch.Tensor, x: torch.Tensor, layer: QuantisedLinear, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_n}x{tile.block_m} {tile.warps}")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=40)
 def test_products(name: str, shape: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device) -> None:
     case = CASES[name]
     layer = random_layer(case.format, *shape, scales=case.scales, offsets=case.offsets)
@@ -126,6 +126,7 @@ def test_products(name: str, shape: tuple[int, int], tile: Tile, dtype: torch.dt
 @pytest.mark.parametrize("codes", [Codes.E2M1, Codes.E4M3])
 @pytest.mark.parametrize("exponent", [0, 1, 254])
 @pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.thinned(1, most=4)
 def test_the_smallest_and_largest_powers_of_two(codes: Codes, exponent: int, plain: bool, device: torch.device) -> None:
     """2^-127 is a number without an exponent of its own, in fp32 as in bf16. x makes the products normal numbers."""
     layer = random_layer(Format(codes, 32), 8, 256, scales=E8M0)
@@ -141,6 +142,7 @@ def test_the_smallest_and_largest_powers_of_two(codes: Codes, exponent: int, pla
 
 @pytest.mark.parametrize("name", ["fp8 rows", "int4 128 zeros", "gguf", "mxfp4"])
 @pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.thinned(1, most=3)
 def test_what_lies_behind_the_rows_is_not_read(name: str, plain: bool, device: torch.device) -> None:
     """x is a part of a larger buffer, with rows of another stride; NaN lies around it."""
     case = CASES[name]
@@ -170,6 +172,7 @@ CANCELLING = {
 
 @pytest.mark.parametrize("name", slow_but(CANCELLING, "int4 128 zeros ordered", "gguf"))
 @pytest.mark.parametrize("plain", slow_but([True, False], False))
+@pytest.mark.thinned(1, most=1)
 def test_a_row_has_the_same_bits_in_every_launch(name: str, plain: bool, device: torch.device) -> None:
     """Alone, among others, at any offset, in any tile, in splits that run beside or after one another. All sums cancel,
     so that another order of summation changes the bits, as another number of splits does here."""

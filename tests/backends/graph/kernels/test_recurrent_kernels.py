@@ -49,6 +49,7 @@ QUICK = ("delta", "mamba, odd sizes")
 
 @pytest.mark.parametrize("sizes", STEPS)
 @pytest.mark.parametrize("reach", [1, 3])
+@pytest.mark.thinned(1, most=3)
 def test_list_walks(device: torch.device, sizes: list[tuple[int, int, int]], reach: int) -> None:
     """Random trees, chunks and rows that are left over."""
     parts = parts_of(sizes)
@@ -146,7 +147,7 @@ class States:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[(0, 2, 3), (1, 0, 2), (5, 4, 0)], [(6, 0, 1)]])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_a_layer_against_its_twin(
     device: torch.device, name: str, dtype: torch.dtype, sizes: list[tuple[int, int, int]]
 ) -> None:
@@ -177,6 +178,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
     "name", [*slow_but(SHAPES, *QUICK), *[pytest.param(name, marks=ON_GPU) for name in TRUE_SHAPES]]
 )
 @pytest.mark.parametrize("kernels", slow_but([True, False], True))
+@pytest.mark.thinned(1, most=1)
 def test_bits_do_not_depend_on_how_tokens_run(device: torch.device, name: str, kernels: bool) -> None:
     """One text: in one chunk; in chunks of 1, 2 and 5 beside another sequence; token by token; and by a tree whose
     accepted path is replayed. Outputs and states are equal bit for bit, on numbers that cancel. The twins do the same
@@ -262,7 +264,7 @@ def test_nothing_before_a_text_is_read(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", ["none", "shared", "own", "own, rounds last"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(2, most=4)
 def test_gated_norm(device: torch.device, dtype: torch.dtype, first: bool, kind: str) -> None:
     torch.manual_seed(2)
     parts, part, rows = 3, 10, 4

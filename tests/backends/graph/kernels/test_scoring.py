@@ -45,6 +45,7 @@ def test_tanh_loses_no_digits(device: torch.device) -> None:
     ("shapes", "heads", "dim"),
     [([(40, 0, 3)], 2, 16), slow_interpreted([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 80)],
 )
+@pytest.mark.thinned(1, most=4)
 def test_error_at_most_twice_pytorchs(
     device: torch.device,
     shapes: list[tuple[int, int, int]],

@@ -76,6 +76,7 @@ CASES = [
 
 @pytest.mark.parametrize(("limit", "dim", "shapes"), [*CASES, ({"chunk": 23}, 16, FEW)])
 @pytest.mark.parametrize(("dtype", "near_keys"), [(torch.float32, 0), (torch.float16, 64)])
+@pytest.mark.thinned(1, most=1)
 def test_no_key_before_the_window_counts(
     device: torch.device,
     dtype: torch.dtype,
@@ -106,6 +107,7 @@ def test_no_key_before_the_window_counts(
 @INTERPRETED
 @pytest.mark.parametrize(("limit", "dim", "shapes"), [({"window": 31}, 64, FEW), *CASES[1:]])
 @pytest.mark.parametrize(("dtype", "near_keys"), [slow_interpreted(torch.float32, 0), (torch.float16, 64)])
+@pytest.mark.slow
 def test_a_walk_over_the_whole_context_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
@@ -126,6 +128,7 @@ def test_a_walk_over_the_whole_context_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("shapes", [FEW, *map(slow_interpreted, (BATCH, LONG, FAR_AWAY))])
+@pytest.mark.slow
 def test_a_window_longer_than_the_text_changes_nothing(
     device: torch.device, shapes: list[tuple[int, int, int]]
 ) -> None:
@@ -146,6 +149,7 @@ def test_a_window_longer_than_the_text_changes_nothing(
     ids=str,
 )
 @pytest.mark.parametrize(("dim", "length"), [(64, 150), slow_interpreted(64, 1490), slow_interpreted(256, 1490)])
+@pytest.mark.thinned(1, most=1)
 def test_a_row_is_the_same_alone_and_in_a_prompt(
     device: torch.device, limit: dict[str, int], dim: int, length: int
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_row_is_the_same_alone_and_in_a_prompt(
         (1408, {"chunk": 704}, 0),
     ],
 )
+@pytest.mark.thinned(1, most=3)
 def test_only_the_blocks_of_the_window_are_read(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, length: int, limit: dict[str, int], blocks: int
 ) -> None:
