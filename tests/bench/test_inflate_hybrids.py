@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import hybrids
 import pytest
 import torch
 import transformers
@@ -169,3 +172,31 @@ def test_random_hybrids_decode(name: str, plain: Plain) -> None:
     assert len(plain(model, [5, 9, 2, 7], 6)) == 6
     assert model.generation_config.eos_token_id is None
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", RANDOM_HYBRIDS)
+def test_what_a_token_reads_is_what_its_layers_have(name: str) -> None:
+    """All weights but the embedding's, and of eight experts the two that it chooses."""
+    model = random_hybrid(RANDOM_HYBRIDS[name], "cpu", dtype=torch.float32, **TINY_FIELDS, **TINY_STATES[name])
+    sizes = {key: parameter.nbytes for key, parameter in model.named_parameters()}
+    experts = sum(size for key, size in sizes.items() if "block_sparse_moe.experts" in key)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    unread = 0 if tied else model.get_input_embeddings().weight.nbytes
+    assert bool(experts) is ("granite" in name)
+    assert hybrids.token_bytes(model) == pytest.approx(sum(sizes.values()) - unread - experts * 6 / 8, rel=0.01)
+
+
+def test_the_work_of_a_hybrid_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "hybrids.json"
+
+    def make(shape: Any) -> Any:
+        fields = {**TINY_FIELDS, **TINY_STATES["qwen3.5-9b"], "max_position_embeddings": 512}
+        return random_hybrid(shape, "cpu", dtype=torch.float32, **fields)
+
+    (found,) = hybrids.main(["qwen3.5-9b", "--out", str(out)], make, backend="graph", tokens=4).values()
+    assert found["plain 1"] > 0
+    assert found["64 / 1"] == pytest.approx(found["ms 64 x 1"] / found["ms 1 x 1"], rel=0.01)
+    assert json.loads(out.read_text(encoding="utf-8"))["shapes"] == {"qwen3.5-9b": found}
+    with pytest.raises(SystemExit):
+        hybrids.main(["qwen"], make)
+    assert "unknown shape 'qwen'; choose from qwen3.5-9b" in capsys.readouterr().err
