@@ -105,8 +105,10 @@ def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def generate(model: Any, case: str, inputs: dict[str, Any] | None = None, **how: Any) -> Answer:
-    """New tokens per prompt, and the logits [B, tokens, V] they were taken from.
+def generate(
+    model: Any, case: str, inputs: dict[str, Any] | None = None, tokens_alone: bool = False, **how: Any
+) -> Answer:
+    """New tokens per prompt, and, unless it gives `tokens_alone`, the logits [B, tokens, V] they were taken from.
 
     Sampled rows may end early, and the logits after a row's end mean nothing: those are not kept.
     """
@@ -115,10 +117,12 @@ def generate(model: Any, case: str, inputs: dict[str, Any] | None = None, **how:
     torch.manual_seed(SEED)
     output = model.generate(
         **batch, **how, **ARGUMENTS.get(type(model).__name__, {}), max_new_tokens=NEW_TOKENS, do_sample=sample,
-        eos_token_id=EOS if sample else None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        eos_token_id=EOS if sample else None, pad_token_id=0, return_dict_in_generate=not tokens_alone,
+        output_logits=not tokens_alone,
     )  # fmt: skip
-    logits = None if sample else torch.stack(output.logits, dim=1)
-    return output.sequences[:, batch["input_ids"].shape[1] :].tolist(), logits
+    sequences = output if tokens_alone else output.sequences
+    logits = None if sample or tokens_alone else torch.stack(output.logits, dim=1)
+    return sequences[:, batch["input_ids"].shape[1] :].tolist(), logits
 
 
 def difference(found: Answer, expected: Answer) -> str:
@@ -221,7 +225,7 @@ def untested(name: str, reason: str) -> str:
 def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = None, backend: str = "auto") -> str:
     """What came of decoding, with `inputs` or the prompts of the cases."""
     hook = lookahead.decoding(**SETTINGS, backend=backend)
-    wrong, refused, saved = [], "", 0
+    wrong, refused, saved, tokens_alone = [], "", 0, False
     for case in cases:
         # First as it is: a model that a pass may change is to be seen before lookahead's passes.
         try:
@@ -230,7 +234,13 @@ def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = No
             raise StockError(str(error) or type(error).__name__) from error
         hook.stats = []
         try:
-            found = generate(model, case, inputs, custom_generate=hook)
+            try:
+                found = generate(model, case, inputs, tokens_alone, custom_generate=hook)
+            except UnsupportedModelError as error:
+                if tokens_alone or "return_dict_in_generate" not in str(error):
+                    raise
+                tokens_alone = True  # the graph backend gives no cache with recurrent states back
+                found = generate(model, case, inputs, tokens_alone, custom_generate=hook)
         except ValueError as error:
             refused = one_line(error)
             if case == "greedy":
@@ -349,8 +359,8 @@ on wherever the config knows them, {WINDOW} tokens wide, and the longest prompt 
 timm package, which text does not use, are left out.
 
 **fast on CUDA**, **fast on a CPU**: whether the graph backend and the CPU backend run the class, and decoded the same
-prompts to the same tokens here (the graph backend on the slow twins of its kernels); or why not, in a few words. Then
-the eager backend runs it: exact in fp32, a few times slower, and in half precision without the promise that the text is
+prompts to the same tokens here (the graph backend on the slow twins of its kernels, and where it keeps recurrent states
+without logits and caches, which it does not give back); or why not, in a few words. Then the eager backend runs it: exact in fp32, a few times slower, and in half precision without the promise that the text is
 that of token-by-token decoding. Where there are images, the graph backend continued behind a prompt with one.
 These classes run there with [quantised weights](quantised.md), too.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_models import chain_model
 from marks import slow_but
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, tiny
@@ -44,3 +45,20 @@ def test_a_cache_with_states_is_refused() -> None:
     decoding = lookahead.decoding(backend="graph")
     with pytest.raises(UnsupportedModelError, match="neither begins from a cache with recurrent states nor leaves one"):
         model.generate(ids, custom_generate=decoding, return_dict_in_generate=True, **SETTINGS)
+
+
+def test_a_multimodal_class_runs_whole_from_text() -> None:
+    """Its `generate` prepares several positions for a token, and what its encoders gave, which is nothing."""
+    model = chain_model("Qwen3_5ForConditionalGeneration")
+    ids = torch.tensor([[20 + token for token in PROMPTS[0]]])
+    expected = model.generate(ids, **SETTINGS)
+    decoding = lookahead.decoding(backend="graph")
+    assert torch.equal(model.generate(ids, custom_generate=decoding, **SETTINGS), expected)
+    assert decoding.stats[0].generated_tokens == 10
+
+
+def test_a_cache_of_another_name_is_no_argument_of_the_users() -> None:
+    model, decoding = chain_model("Mamba2ForCausalLM"), lookahead.decoding(backend="graph")
+    ids = torch.tensor([[20 + token for token in PROMPTS[0]]])
+    expected = model.generate(ids, **SETTINGS)
+    assert torch.equal(model.generate(ids, custom_generate=decoding, **SETTINGS), expected)

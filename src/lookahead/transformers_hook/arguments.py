@@ -27,7 +27,7 @@ REFUSED_MODES = {
 CACHES = (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
 """Supported values of `cache_implementation`: they choose the cache that is returned. While decoding, K/V are in our
 own buffer. The last three are old names of transformers for "static"."""
-PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels"}
+PLAIN = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "labels"}
 """Model arguments of prompts that any backend can run. `generate` never forwards `labels`."""
 
 
@@ -119,21 +119,30 @@ def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str
     return Batch(input_ids, mask, past)
 
 
-def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the prompt is only token ids, left-padded, with positions counted from each first token."""
-    if any(name not in PLAIN and value is not None for name, value in model_kwargs.items()):
-        return False
+def is_plain(batch: Batch, model_kwargs: Mapping[str, Any], *, multimodal: bool = False) -> bool:
+    """Whether the prompt is only token ids, left-padded, with positions counted from each first token. With
+    `multimodal` also what a multimodal class prepares for such a prompt: no encoder's output, and several equal
+    positions of a token."""
+    for name, value in model_kwargs.items():
+        nothing = value is None or (multimodal and name == "mm_encoder_outputs" and not value)
+        if name not in PLAIN and not nothing:
+            return False
     if not bool(batch.mask[:, -1].all()):
         return False
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return bool(batch.mask.all())
-    if positions.dim() != 2:
-        return False
-    usual = batch.mask.long().cumsum(dim=-1) - 1
+    if positions.dim() == 3 and multimodal:
+        return all(_are_usual(one, batch.mask) for one in positions)
+    return positions.dim() == 2 and _are_usual(positions, batch.mask)
+
+
+def _are_usual(positions: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether positions [B or 1, L] are counted from each row's first token."""
+    usual = mask.long().cumsum(dim=-1) - 1
     given = positions.expand(len(usual), -1)
     width = min(given.shape[1], usual.shape[1])
-    mask = batch.mask[:, -width:]
+    mask = mask[:, -width:]
     return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])
 
 

@@ -86,8 +86,9 @@ class Run:
         if graph is None:
             return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
-            usual = is_usual(self.model) or not graph.capabilities.adopts
-            if usual and graph.capabilities.runs_prompts and is_plain(self.batch, self.kwargs):
+            whole = not graph.capabilities.adopts  # see `_runs_whole`
+            plain = whole or (is_usual(self.model) and is_plain(self.batch, self.kwargs))
+            if plain and graph.capabilities.runs_prompts:
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
                 graph.prepare_fallbacks(noise=noise is not None)
@@ -97,7 +98,7 @@ class Run:
     def _runs_whole(self, graph: GraphBackend) -> bool:
         """Whether a graph backend that adopts no K/V can run the call: its prompt too, and no cache is left behind."""
         known = type(self.model).__module__.startswith("transformers.")  # they prepare caches of their own, at most
-        if known and is_plain(self.batch, self.kwargs) and not self._keeps_cache:
+        if known and is_plain(self.batch, self.kwargs, multimodal=True) and not self._keeps_cache:
             return True
         reason = "the graph backend neither begins from a cache with recurrent states nor leaves one behind"
         if self._backends.name == "graph":
