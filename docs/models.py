@@ -360,8 +360,9 @@ timm package, which text does not use, are left out.
 
 **fast on CUDA**, **fast on a CPU**: whether the graph backend and the CPU backend run the class, and decoded the same
 prompts to the same tokens here (the graph backend on the slow twins of its kernels, and where it keeps recurrent states
-without logits and caches, which it does not give back); or why not, in a few words. Then the eager backend runs it: exact in fp32, a few times slower, and in half precision without the promise that the text is
-that of token-by-token decoding. Where there are images, the graph backend continued behind a prompt with one.
+without logits and caches, which it does not give back); or why not, in a few words. Then the eager backend runs it:
+exact in fp32, a few times slower, and in half precision without the promise that the text is that of token-by-token
+decoding. Where there are images, the graph backend continued behind a prompt with one.
 These classes run there with [quantised weights](quantised.md), too.
 
 **in chains**: the draft tokens of a step are one chain, since the class has a recurrent state, or attention that takes
