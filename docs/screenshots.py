@@ -67,7 +67,7 @@ def served() -> Iterator[str]:
 
 
 def ask(page: Page, text: str, tokens: int) -> None:
-    """Send a message of the chat, for an answer of at most so many tokens."""
+    """Send a message of the chat, for an answer of at most this number of tokens."""
     page.evaluate("document.getElementById('settings').open = true")
     page.fill("#set-max-tokens", str(tokens))
     page.locator("#set-max-tokens").blur()

@@ -89,7 +89,7 @@ def is_experts(module: torch.nn.Module) -> bool:
 def expert_matrices(module: Any) -> tuple[ExpertMatrix, ExpertMatrix]:
     """(gate_up, down) of an experts module, plain or quantised. Its `is_concatenated` says how gate and up lie.
 
-    Plain weights are the parameters themselves, not views: a backend may lay them out anew in the model.
+    Plain weights are the parameters themselves, not views: a backend may move them within the model.
     """
     if not is_experts(module):
         raise UnsupportedModelError(f"a {type(module).__name__} is no stack of gated experts")

@@ -58,7 +58,7 @@ class ModelFacts:
     logged: set[str] = field(default_factory=set)
 
     def runs_trees(self, model: Any) -> bool:
-        """Whether trees can run, as far as it is known."""
+        """Whether trees can run, by what is known until now."""
         self.chains = self.chains or why_no_trees(model)
         return not self.chains
 

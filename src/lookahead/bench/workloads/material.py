@@ -118,7 +118,7 @@ def _own(*kinds: str) -> list[Prompt]:
 
 
 def _own_texts(shortest: int) -> list[str]:
-    """The texts that the built-in prompts ask about, each once: those of at least so many sentences."""
+    """The texts of at least `shortest` sentences that the built-in prompts ask about, each once."""
     found = [prompt.turns[0].split("\n\n", 1)[1] for prompt in _own("summarising", "extraction")]
     return [text for text in dict.fromkeys(found) if text.count(". ") >= shortest]
 

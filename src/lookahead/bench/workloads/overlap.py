@@ -1,8 +1,8 @@
 """How much of an answer stood somewhere before: what a small model's text says about a larger one's speed.
 
-A draft can only propose what it has seen or what the model told it. A larger model writes other texts, but the share
-of them that repeats the prompt, the transcript or earlier answers is a property of the work, so it carries over where
-tokens per second do not.
+A draft can only propose what it has seen or what the model's own logits gave it. A larger model writes other texts,
+but the share of them that repeats the prompt, the transcript or earlier answers is a property of the work, so it
+carries over where tokens per second do not.
 """
 
 from __future__ import annotations

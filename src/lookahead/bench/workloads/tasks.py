@@ -63,7 +63,7 @@ class Task:
 class Workload:
     """`make(material, limit)` gives the tasks. `tokens` and `quick_tokens` are the most new tokens of an answer.
     With `predicted` the answer's prediction is the model's own answer with three lines changed. With `samples` above 1
-    each prompt is answered by so many samples at temperature 1 at once, `epochs` times; with `drift` the model's
+    each prompt is answered by that many samples at temperature 1 at once, `epochs` times; with `drift` the model's
     weights change by about this share between two epochs."""
 
     name: str
