@@ -73,8 +73,9 @@ class Backends:
                     kept.model = proxy(self.model)  # so that the facts do not keep the model alive
                     self.facts.graph = kept
                 self.facts.addresses = facts.weight_addresses(self.modules)
-            # With backend="graph" try anyway: an answer may end before the pages run out.
-            with nullcontext() if self.name == "auto" else suppress(UnsupportedModelError):
+            # With backend="graph" try anyway: an answer may end before the pages run out. Slots are needed at once.
+            tries = self.name == "graph" and batch_size <= kept.slots.most_slots
+            with suppress(UnsupportedModelError) if tries else nullcontext():
                 kept.check_room(batch_size, tokens)
         return kept
 

@@ -96,22 +96,25 @@ class Start:
         return caches.layers_of(self.cache, batch_index, self.batch.mask[batch_index])
 
 
+PREPARATION = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prepare_position_ids_for_generation",
+)
+"""The methods of a model that prepare the inputs of its passes. Prompt adapters replace them on the model itself."""
+
+
 def is_usual(model: Any) -> bool:
     """Whether the model uses transformers' default input preparation, as most language models do."""
     return all(
-        getattr(getattr(model, name), "__func__", None) is getattr(GenerationMixin, name)
-        for name in (
-            "prepare_inputs_for_generation",
-            "_update_model_kwargs_for_generation",
-            "_prepare_position_ids_for_generation",
-        )
+        getattr(getattr(model, name), "__func__", None) is getattr(GenerationMixin, name) for name in PREPARATION
     )
 
 
 def is_of_library(model: Any) -> bool:
     """Whether transformers itself defines how the model's inputs are prepared. If so, positions grow by one per token,
     whatever their shift; code from elsewhere may do anything, and only a probe finds out."""
-    return type(model).__module__.startswith("transformers.") and "prepare_inputs_for_generation" not in vars(model)
+    return type(model).__module__.startswith("transformers.") and vars(model).keys().isdisjoint(PREPARATION)
 
 
 def is_empty(value: Any) -> bool:
@@ -219,10 +222,10 @@ def check_hidden(model: Any, start: Start, given: torch.Tensor) -> None:
     """Refuse masked positions after a token if a layer has a sliding window, which counts them. `given` [B, T] is the
     call's mask, before the model put virtual tokens in front of it."""
     config = model.config.get_text_config(decoder=True)
-    if not _hides_behind(start.batch.mask) or not (any(sliding_windows(config).values()) or chunks(config)):
+    if not hides_behind(start.batch.mask) or not (any(sliding_windows(config).values()) or chunks(config)):
         return
     window = f"model type {kind_of(model)!r} has a sliding window, which counts the positions that attention_mask hides"
-    if _hides_behind(given):
+    if hides_behind(given):
         raise ValueError(f"{window} after a token; set the tokenizer's padding_side='left'")
     raise ValueError(
         f"{window}, and the adapter's virtual tokens are in front of the padding; call generate for prompts of equal "
@@ -230,6 +233,6 @@ def check_hidden(model: Any, start: Start, given: torch.Tensor) -> None:
     )
 
 
-def _hides_behind(mask: torch.Tensor) -> bool:
+def hides_behind(mask: torch.Tensor) -> bool:
     """Whether a mask [B, T] hides a position after a token."""
     return bool((mask.long().diff(dim=1) < 0).any())
