@@ -107,7 +107,7 @@ class GraphBackend:
             adopts=states is None,
             shares_at=PAGE if states is not None and states.snapshots else None,
             overlaps=self.device.type == "cuda",
-            runs_ahead=states is None,
+            runs_ahead=True,
             draws_noise=True,
         )
         self.vocab_size: int = len(decoder.embedding)
@@ -172,6 +172,7 @@ class GraphBackend:
         number = self.slots.open(tokens, salt)
         slot = self.slots[number]
         if slot.snapshot >= 0:
+            self._ahead.drop()  # it may still update a state that is replaced now
             self.runner.copy_states(slot.snapshot, slot.table_index)
         return number
 
@@ -277,17 +278,17 @@ class GraphBackend:
             launched = self._ahead.take_matching(
                 inputs, [self.slots[sequence.slot].length for sequence in inputs], self.slots
             )
-        if launched is None:
+        if launched is not None:
+            self.planner.continue_from(inputs, launched.kept)
+        else:
             kind, packet, starts, lengths, snapshots = self.planner.plan(inputs)
             launched = LaunchedStep(list(inputs), starts, lengths, self.runner.run(kind, packet))
             for source, target in snapshots:
                 self.runner.copy_states(source, target)
-        if (
-            self.capabilities.runs_ahead
-            and self._ahead.may_follow(launched)
-            and self.planner.reserve_ahead(launched.inputs)
-        ):
-            self._ahead.note_started(launched, self.runner.run_ahead(launched.running, self.slots.take_changes()))
+        if self._ahead.may_follow(launched) and self.planner.reserve_ahead(launched.inputs):
+            kept = self.planner.keep_ahead(launched.inputs)
+            running = self.runner.run_ahead(launched.running, self.slots.take_changes())
+            self._ahead.note_started(launched, running, kept)
         launched.make_outputs()
         return launched
 
