@@ -90,7 +90,11 @@ def roots_as_replays(rows: StateRows) -> Callable[[], None]:
     """Work after a step of one node per sequence: its walks become the replays of the next step, whose nodes are kept
     behind its own."""
     count = min(len(rows.replays), rows.most_nodes)
-    replays, replayed, number = rows.replays[:count], rows.replayed[:count], torch.arange(count, device=rows.kept.device)
+    replays, replayed, number = (
+        rows.replays[:count],
+        rows.replayed[:count],
+        torch.arange(count, device=rows.kept.device),
+    )
     # A replay goes through one row of `replayed`, not of `order`, and writes no output.
     change = torch.zeros_like(replays)
     change[:, Walk.BEGIN] = number - (len(rows.kept) + number * rows.most_nodes)
