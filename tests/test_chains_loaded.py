@@ -94,7 +94,7 @@ def test_from_the_command_line(folder: Path, loaded: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     monkeypatch.setattr(timing, "MAX_SECONDS", 0.1)
     options = ["--model", str(folder), "--raw", "--max-tokens", str(COUNT), "--json"]
-    done = CliRunner().invoke(app, ["generate", PROMPTS[0], *options], obj=Host(), prog_name="lookahead")
+    done = CliRunner().invoke(app, ["generate", "--prompt", PROMPTS[0], *options], obj=Host(), prog_name="lookahead")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["text"] == loaded.generate(PROMPTS[0], raw=True, max_tokens=COUNT).text
     assert "it keeps a recurrent state" in done.stderr
