@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import running
+from http_server import Running, running
 from marks import slow_but
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import tiny
@@ -29,6 +29,7 @@ from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.config import StopRules
 from lookahead.loading import timing
+from lookahead.loading.chunks import CHUNK, shorter_chunks
 from lookahead.loading.default import fit_budget
 
 ROWS = {name: (kind, changes) for name, kind, changes in RECURRENT_ROWS}
@@ -102,13 +103,43 @@ def test_from_the_command_line(folder: Path, loaded: Any, monkeypatch: pytest.Mo
     assert "steps are chains" in done.stderr
 
 
+def served_text(server: Running, prompt: str) -> str:
+    text: str = server.complete(prompt=prompt, max_tokens=COUNT, temperature=0)["choices"][0]["text"]
+    return text
+
+
 def test_served(loaded: Any) -> None:
     """Several clients at once get the texts that each would get alone."""
     expected = [loaded.generate(prompt, raw=True, max_tokens=COUNT).text for prompt in PROMPTS]
     with running(loaded) as server, ThreadPoolExecutor(len(PROMPTS)) as clients:
         for _ in range(2):
-            answers = clients.map(lambda prompt: server.complete(prompt=prompt, max_tokens=COUNT), PROMPTS)
-            assert [answer["choices"][0]["text"] for answer in answers] == expected
+            answers = clients.map(
+                lambda prompt: server.complete(prompt=prompt, max_tokens=COUNT, temperature=0), PROMPTS
+            )
+            assert list(answers) == expected
+
+
+def test_mamba_has_shorter_chunks_on_a_cpu(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over several tokens is padded to a chunk. The text is that of the model's own chunks."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing, "MAX_SECONDS", 0.1)
+    kind, changes = ROWS["granite-mamba"]
+    stock = tiny(kind, **{**changes, "mamba_chunk_size": 32, "vocab_size": len(tokenizer)})
+    stock.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    said: list[str] = []
+    loaded = lookahead.load(tmp_path / "model", log=said.append)
+    assert "note: its Mamba-2 layers run chunks of 16 tokens, not of 32" in said
+    sizes = {module.chunk_size for module in loaded.model.modules() if hasattr(module, "chunk_size")}
+    assert sizes == {loaded.model.config.mamba_chunk_size} == {CHUNK}
+    prompt = " ".join(PROMPTS)
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    assert ids.shape[1] > 32
+    with torch.inference_mode():
+        expected = stock.generate(ids, max_new_tokens=COUNT, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert loaded.generate(prompt, raw=True, max_tokens=COUNT).token_ids == expected
+    assert shorter_chunks(stock.config, torch.device("cuda")) == {}
+    assert shorter_chunks(loaded.model.config, torch.device("cpu")) == {}
 
 
 def backend_of(**can: Any) -> Any:

@@ -392,7 +392,11 @@ def test_long_chains_are_measured_before_patience_ends(clock: Clock) -> None:
     assert curve.seconds == pytest.approx([0.5, 1.4, 1.4, 1.4, 1.4])
     backend = FakeBackend(clock, lambda size: 0.01 * size)
     backend.capabilities = Capabilities("fake", branches=False)
-    assert max(measure(backend).sizes) == 16  # more than five times as long as one: longer chains never pay
+    assert max(measure(backend).sizes) == 16  # more than a third of the time of single tokens: longer ones never pay
+    backend = FakeBackend(clock, lambda size: 0.001 * (1 if size == 1 else 4 + size / 16))
+    backend.capabilities = Capabilities("fake", branches=False)
+    backend.most_nodes = 64
+    assert max(measure(backend).sizes) == 64
 
 
 def test_a_round_is_stable_although_one_was_disturbed() -> None:

@@ -68,6 +68,9 @@ STABLE = 1.15
 """Times are stable while the second-fastest round takes at most this many times as long as the fastest."""
 MAX_SLOWDOWN = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
+LEAST_PAY = 3.0
+"""A chain may take longer than that, if it takes less than a third of the time of as many single tokens: a copy of the
+text is accepted as a whole."""
 
 
 NO_TIME = float("inf")
@@ -108,8 +111,8 @@ def measure(
     if quick:
         sizes, rounds = QUICK_SIZES, 1
         patience = QUICK_SECONDS if backend.capabilities.branches else CHAIN_SECONDS
-    branches = backend.capabilities.branches
-    if not branches:
+    chains = not backend.capabilities.branches
+    if chains:
         sizes = [*(size for size in CHAIN_SIZES if size in sizes), *(size for size in sizes if size not in CHAIN_SIZES)]
     sizes = [size for size in sizes if size <= (backend.most_nodes or size)]
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
@@ -118,13 +121,13 @@ def measure(
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = MAX_SUCCESSORS if size > 1 else 0
-        tree = timing_tree(size, backend.vocab_size, branches=branches)
+        tree = timing_tree(size, backend.vocab_size, branches=not chains)
         step_input = StepInput(slot, chunk, tree, SamplingParams(), (), top=top)
         return time_step(backend, run_prompt_chunks(backend, [step_input]))
 
     taken_by = {size: list[float]() for size in sizes}
     reads_by = dict[int, float]()
-    warm, spent, most = set() if branches else set(sizes), 0.0, NO_LIMIT
+    warm, spent, most = set(sizes) if chains else set[int](), 0.0, NO_LIMIT
     try:
         step(1, chunk=[varied(index, backend.vocab_size) for index in range(prefix)])
         for number in range(rounds):
@@ -144,7 +147,9 @@ def measure(
                     continue
                 spent += taken + min(first, taken)
                 taken_by[size].append(taken)
-                dearest = MAX_SLOWDOWN * min(taken_by[sizes[0]], default=taken)
+                dearest = max(MAX_SLOWDOWN, size / LEAST_PAY if chains else 0.0) * min(
+                    taken_by[sizes[0]], default=taken
+                )
                 if min(taken_by[size]) > dearest:
                     taken_by[size].append(step(size))  # it may have been disturbed
                     if min(taken_by[size]) > dearest:
