@@ -15,8 +15,8 @@ FIELDS = {
 """Config fields of the classes that run chains on a CPU, by model type."""
 CHUNK = 16
 """Tokens of a chunk on a CPU, where every pass over several tokens is padded to a multiple of it. On one core of an
-Intel Xeon at 2.5 GHz passes of granite with 60 layers and 305M parameters took 0.28 seconds for 1 token; for 2, 16 and
-64 tokens 1.31, 1.49 and 1.5 in chunks of 256, which is the default, and 0.30, 0.72 and 0.89 in chunks of 16."""
+Intel Xeon at 2.5 GHz passes of granite with 60 layers and 305M parameters took 0.28 seconds for 1 token; for 2 and 16
+tokens 1.31 and 1.49 in chunks of 256, which is the default, and 0.28 and 0.49 in chunks of 16 (0.22 for 1 token)."""
 
 
 def shorter_chunks(config: Any, device: torch.device) -> dict[str, int]:

@@ -147,9 +147,8 @@ def measure(
                     continue
                 spent += taken + min(first, taken)
                 taken_by[size].append(taken)
-                dearest = max(MAX_SLOWDOWN, size / LEAST_PAY if chains else 0.0) * min(
-                    taken_by[sizes[0]], default=taken
-                )
+                slowdown = max(MAX_SLOWDOWN, size / LEAST_PAY) if chains else MAX_SLOWDOWN
+                dearest = slowdown * min(taken_by[sizes[0]], default=taken)
                 if min(taken_by[size]) > dearest:
                     taken_by[size].append(step(size))  # it may have been disturbed
                     if min(taken_by[size]) > dearest:
