@@ -54,8 +54,8 @@ MAX_SECONDS = 6.0
 QUICK_SIZES, QUICK_SECONDS = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
 """What a quick measurement times, and the seconds after which it times no further size."""
 CHAIN_SECONDS = 1.5
-"""As QUICK_SECONDS, for chains: enough for 1, 2, 16 and 64 tokens of a hybrid of 60 layers on one core, which take 0.26,
-0.37, 0.61 and 0.97 seconds. Without the last two nobody would see that long chains cost hardly more than short ones."""
+"""As QUICK_SECONDS, for chains: enough for 1, 2, 16 and 64 tokens of a hybrid of 60 layers on one core, which take
+0.26, 0.37, 0.61 and 0.97 seconds. The last two show that long chains cost hardly more than short ones."""
 CHAIN_SIZES = (1, 2, 16, 64, 4, 8, 32)
 """The first sizes of chains that are timed, the most telling first. Transformers' Mamba-2 pads a pass to chunks of 256
 tokens on a CPU: on one busy core, granite with 60 layers took 0.37 seconds for 1 token, 1.35 for 2 and 1.43 for 3. In
