@@ -37,7 +37,7 @@ from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.bigrams import bigrams, prefix_of
-from lookahead.loading.default import batch_cost, fitted_default, tuned_config
+from lookahead.loading.default import fit_budget, fitted_default, tuned_config
 from lookahead.loading.load import greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.quantised import activations_name, weights_name
@@ -348,7 +348,7 @@ def fit_to_machine(loaded: LookaheadModel, config: LookaheadConfig | None, log: 
         tuned = tuned_config(loaded.name, loaded.backend, log) if config is None else config
         if config is None:
             loaded.default_config = tuned or fitted_default(loaded.backend, log)
-            loaded.engine.budget.cost = batch_cost(loaded.backend, loaded.default_config, log)
+            fit_budget(loaded.engine.budget, loaded.backend, loaded.default_config, log)
         if "recycle" in loaded.default_config.active_sources:
             loaded.learn_bigrams(log)
         if tuned is None and loaded.memory.bigrams is not None:

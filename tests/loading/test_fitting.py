@@ -382,6 +382,23 @@ def test_a_quick_curve_serves_quick_calls_until_it_is_measured_well(clock: Clock
     assert again.sizes == []
 
 
+def test_long_chains_are_measured_before_patience_ends(clock: Clock) -> None:
+    """Where two tokens take as long as 64, and seconds. The most telling sizes come first, and nothing is run twice."""
+    backend = FakeBackend(clock, lambda size: 0.5 if size == 1 else 1.4)
+    backend.capabilities = Capabilities("fake", branches=False)
+    curve = measure(backend)
+    assert curve.sizes == (1, 2, 4, 16, 64)
+    assert backend.sizes == [1, 1, 2, 16, 64, 4]
+    assert curve.seconds == pytest.approx([0.5, 1.4, 1.4, 1.4, 1.4])
+    backend = FakeBackend(clock, lambda size: 0.01 * size)
+    backend.capabilities = Capabilities("fake", branches=False)
+    assert max(measure(backend).sizes) == 16  # more than a third of the time of single tokens: longer ones never pay
+    backend = FakeBackend(clock, lambda size: 0.001 * (1 if size == 1 else 4 + size / 16))
+    backend.capabilities = Capabilities("fake", branches=False)
+    backend.most_nodes = 64
+    assert max(measure(backend).sizes) == 64
+
+
 def test_a_round_is_stable_although_one_was_disturbed() -> None:
     assert is_stable([[1.0, 1.0, 9.0], [2.0, 2.1, 9.0], [3.0, 3.0, 3.0]])
     assert not is_stable([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])

@@ -28,7 +28,7 @@ applies the rules to the sequences of a step, and `DecodingSequence.propose` to 
   the next pass. `chain_length` weighs these rows, too. Sequences that run at once draft nothing, if draft tokens are
   weighed at all: chains of different lengths cannot share a pass.
 - *The current load.* The engine's `choice.DraftBudget` corrects t by the passes it has run (`PassCost`). If t comes
-  from a quick measurement, a `DraftGuard` also compares steps with and without draft tokens.
+  from a quick measurement, or steps are chains, a `DraftGuard` also compares steps with and without draft tokens.
 """
 
 from __future__ import annotations

@@ -92,13 +92,18 @@ def choose_chains(
     ]
 
 
+def all_weigh(sequences: Sequence[DecodingSequence]) -> bool:
+    """Whether all of these sequences weigh their draft tokens against the time of a step."""
+    return all(sequence.config.step_cost is not None for sequence in sequences)
+
+
 class DraftBudget:
     """Decides how many draft tokens an engine's steps take, and corrects this by their times, which the engine records
     in `cost`.
 
     Without a `cost` the decision depends on the sequences' configs alone, not on a clock: ranks that run one model
     together must choose the same trees. A `guarded` budget compares steps with and without draft tokens, for each batch
-    size. It may outlive an engine.
+    size, unless a sequence's config has no curve, so that it drafts whatever that costs. It may outlive an engine.
     """
 
     def __init__(self, cost: PassCost | None = None, *, guarded: bool = False) -> None:
@@ -119,7 +124,7 @@ class DraftBudget:
 
         With `again` all are chains (see `choose_chains`).
         """
-        if self.guarded and not self._guard(len(sequences)).drafts:
+        if self.guarded and all_weigh(sequences) and not self._guard(len(sequences)).drafts:
             return [sequence.bare_root() for sequence in sequences]
         if again is not None:
             return choose_chains(sequences, again, limit, self.cost)
@@ -132,7 +137,7 @@ class DraftBudget:
             return False
         if len(sequences) == 1:
             return sequences[0].weighing_times is not None
-        return all(sequence.config.step_cost is not None for sequence in sequences)
+        return all_weigh(sequences)
 
     def gain_of_waiting(self, trees: Sequence[TokenTree]) -> float:
         """The tokens that a step of these trees gives more than plain steps that run ahead give in its time; negative

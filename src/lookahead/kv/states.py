@@ -2,13 +2,16 @@
 
 A recurrent state cannot step back, so a step does not store what its draft tokens made of it. It keeps each node's
 inputs instead, in a ring of rows. The host then commits the accepted nodes, and the device *replays* them into the
-stored states before its next step. A state therefore never contains a token that was not committed.
+stored states before its next step. A state therefore never contains a token that was not accepted.
+
+A step ahead of the host cannot wait for that commit. The step before it had one node per sequence, a token that was
+accepted earlier: the step ahead replays these, and the commit, when it comes, has nothing left to replay.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class KeptRows:
@@ -22,6 +25,7 @@ class KeptRows:
         self.capacity = capacity
         self._taken = 0
         self._pending: dict[int, tuple[bool, list[int]]] = {}  # by table index: is its first token first in the text?
+        self._replayed: dict[int, int] = {}  # by table index: the row that a step ahead has replayed already
 
     def take(self, nodes: int) -> int:
         """Take rows for the nodes of a step. Returns the number of the first; row n of the ring is n % capacity."""
@@ -30,8 +34,10 @@ class KeptRows:
         return first
 
     def commit(self, table_index: int, first: int, path: Sequence[int], *, begins: bool) -> None:
-        """Replay a sequence's root, whose row is `first`, and these nodes of its tree. `begins`: the root is the first
-        token of its text."""
+        """Replay a sequence's root, whose row is `first`, and these nodes of its tree, unless a step ahead has done it.
+        `begins`: the root is the first token of its text."""
+        if self._replayed.pop(table_index, None) == first:
+            return
         if self._taken - first > self.capacity:
             raise RuntimeError(
                 f"{self._taken - first} rows were kept since this step; there is room for {self.capacity}"
@@ -39,9 +45,22 @@ class KeptRows:
         _, rows = self._pending.setdefault(table_index, (begins, []))
         rows += [number % self.capacity for number in (first, *[first + node for node in path])]
 
+    def follow(self, roots: Mapping[int, int]) -> int:
+        """A step ahead of one node per sequence follows the last step, and replays the roots of that before it is
+        committed: by table index, their rows. Returns the first row that the step ahead takes."""
+        self._replayed.update(roots)
+        return self.take(len(roots))
+
+    def check_committed(self, table_index: int, last: int) -> None:
+        """Raise RuntimeError if a step ahead has replayed the root in row `last`, a sequence's last one, and the
+        sequence goes on without it: its state cannot step back."""
+        if self._replayed.get(table_index) == last:
+            raise RuntimeError("a step that continues alone was not committed, and its sequence did not end")
+
     def drop(self, table_index: int) -> None:
         """Forget the replays of a sequence that ends."""
         self._pending.pop(table_index, None)
+        self._replayed.pop(table_index, None)
 
     def take_pending(self) -> tuple[list[int], list[int]]:
         """The walks of all replays (see `records.Walk`) and the rows of the ring that they go through, both flat. They

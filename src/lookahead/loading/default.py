@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lookahead.algorithm.budget import weighing_curve
+from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.cost import CostCurve, PassCost
 from lookahead.backends.base import Backend
 from lookahead.backends.exact import default_within, exact_config
@@ -32,13 +33,28 @@ def fitted_default(backend: Backend, log: Callable[[str], None] | None = None) -
     return fitted(default_within(backend), backend, cache_dir(), log)
 
 
+def fit_budget(
+    budget: DraftBudget, backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None
+) -> None:
+    """Let an engine's budget know what passes cost, for requests with the default config.
+
+    It is guarded where steps are chains. Their curve does not know everything: a refused chain runs again, in front of
+    a chain that would otherwise be longer, and what is copied before every chain grows with the text.
+    """
+    budget.cost = batch_cost(backend, config, log)
+    budget.guarded = budget.cost is not None and not backend.capabilities.branches
+
+
 def batch_cost(backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None) -> PassCost | None:
     """What a pass costs by its total number of rows, for the engine's `DraftBudget`.
 
     None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
     the CPU backend a pass takes as long as a step of one sequence with as many tokens, which is in the default config.
+    So it does where steps are chains, which are those of one sequence.
     """
     sizes = backend.capabilities.row_sizes
+    if not backend.capabilities.branches:
+        return None if config.step_cost is None else PassCost(config.step_cost)
     if backend.capabilities.pads:
         return None
     if not sizes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from lookahead.loading.chunks import shorter_chunks
 from lookahead.loading.decoder import fix_decoder
 from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
 from lookahead.loading.formats import FORMATS, check_unquantised, quantise_model, quantised_copy
@@ -82,7 +83,7 @@ def load_pretrained(
     into the layout of the graph backend. A dtype other than the files' is converted on the host first. On a CPU
     the weights stay mapped, whatever `fused` is. Quantised weights stay quantised: see `loading.quantised`. Those of a
     `.gguf` file do with `fused` in half precision on a GPU, and are expanded elsewhere. Matrices that `dtype` quantises
-    go to the device one by one.
+    go to the device one by one. Mamba-2 layers run shorter chunks on a CPU: see `loading.chunks`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -101,9 +102,17 @@ def load_pretrained(
         log(f"loading {label} on {target} ...")
     try:
         if gguf is None:
+            config = AutoConfig.from_pretrained(source)
             if dtype in FORMATS:
-                check_unquantised(AutoConfig.from_pretrained(source), dtype)
+                check_unquantised(config, dtype)
             options |= quantised_options(source, target)
+            for field, size in shorter_chunks(config, target).items():
+                if log is not None:
+                    log(f"note: its Mamba-2 layers run chunks of {size} tokens, not of {getattr(config, field)}")
+                if "config" in options:
+                    setattr(options["config"], field, size)
+                else:
+                    options[field] = size
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         found: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
         model, report = found

@@ -13,7 +13,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.eager.cache_rows import changed
 from lookahead.backends.eager.chain_probe import check_chains, check_close, probe_chains
 from lookahead.backends.eager.chains import ChainBackend
-from lookahead.backends.probe import check_training, probe_tokens
+from lookahead.backends.own_passes import check_training, probe_tokens
 from lookahead.backends.prompts import prompt_chunk
 from lookahead.backends.support import FAILURES
 from lookahead.config import SamplingParams

@@ -11,18 +11,9 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.probe import (
-    TOLERANCE_HALF,
-    check_finite,
-    check_length,
-    check_patches,
-    check_training,
-    closeness,
-    distance_of,
-    fans_of,
-    forked,
-    probe_tokens,
-)
+from lookahead.backends.own_passes import TOLERANCE_HALF, check_finite, check_training, closeness, probe_tokens
+from lookahead.backends.probe import distance_of, forked
+from lookahead.backends.probe_hooks import check_length, check_patches, fans_of
 from lookahead.backends.support import FAILURES
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError, first_line, refusal

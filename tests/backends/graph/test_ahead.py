@@ -13,23 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from asked import ASKED, TEXTS, Ask, drawn, hinted, same, steps, trees, with_chunk, with_logits
 from chains import chain
 from marks import slow_but
-from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
+from tiny import PROMPTS, VOCABULARY, greedy, outputs, root, run, tiny
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.cost import PassCost
-from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import runner
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.ops import TopTokens
 from lookahead.backends.graph.state import DeviceState
-from lookahead.backends.graph.steps import CapturedStep
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.plain_run import PlainRun
@@ -40,25 +38,6 @@ Plain = Callable[[Any, Sequence[int], int], list[int]]
 
 AUTOREGRESSIVE = LookaheadConfig.autoregressive()
 SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of what the device runs from now on, in order."""
-    told: list[str] = []
-    step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
-
-    def note_step(captured: CapturedStep) -> None:
-        told.append("step" if captured.packet.forward.needed else "prompt")
-        step(captured)
-
-    def note_ahead(captured: CapturedStep, turn: int) -> None:
-        told.append("ahead")
-        step_ahead(captured, turn)
-
-    monkeypatch.setattr(CapturedStep, "run", note_step)
-    monkeypatch.setattr(CapturedStep, "run_ahead", note_ahead)
-    return told
 
 
 def sequence_of(prompt: Sequence[int], count: int = 24, config: LookaheadConfig = AUTOREGRESSIVE) -> DecodingSequence:
@@ -483,79 +462,6 @@ def test_a_step_ahead_is_captured_without_a_trace() -> None:
 
 # Whatever the host asks for next
 
-TEXTS = ([5, 9, 5, 9, 5, 3], [8, 1, 30, 2, 60, 7])
-"""Of equal length, so that a mix-up of the two would go unnoticed by their lengths."""
-
-Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
-
-
-def steps(
-    backend: GraphBackend, ask: Ask, *, hint: bool, commit: bool = True
-) -> tuple[list[StepOutput], list[torch.Tensor]]:
-    """Run three plain steps of two sequences, then the step that `ask` makes, then one more per slot for its logits."""
-    slots = [backend.open() for _ in TEXTS]
-    tokens = list[int]()
-    for slot, text in zip(slots, TEXTS, strict=True):
-        tokens.append(backend.step([greedy(slot, text[:-1], root(text[-1]))])[0].targets[0])
-        backend.commit([(slot, ())])
-    for number in range(2):
-        items = [greedy(slot, (), root(token)) for slot, token in zip(slots, tokens, strict=True)]
-        for item in items:
-            item.continues_alone = hint
-        tokens = [result.targets[0] for result in backend.step(items)]
-        if commit or not number:
-            backend.commit([(slot, ()) for slot in slots])
-    asked = ask(slots, tokens)
-    found = backend.step(asked)
-    if commit:
-        backend.commit([(item.slot, ()) for item in asked])
-    after = [backend.step([greedy(slot, (), root(1), logits=True)])[0].logits.clone() for slot in slots]
-    for slot in slots:
-        backend.close(slot)
-    return found, after
-
-
-def same(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    return [greedy(slot, (), root(token), 8) for slot, token in zip(slots, tokens, strict=True)]
-
-
-def with_logits(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    return [greedy(slot, (), root(token), 8, logits=True) for slot, token in zip(slots, tokens, strict=True)]
-
-
-def drawn(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    params = SamplingParams(temperature=5.0)
-    return [StepInput(slot, (), root(token), params, [0.8], 8) for slot, token in zip(slots, tokens, strict=True)]
-
-
-def other_root(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    return same(slots, [tokens[0], (tokens[1] + 1) % VOCABULARY])
-
-
-def other_order(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """The slots in the other order, but the tokens not: each slot gets the other one's token."""
-    return same(slots[::-1], tokens)
-
-
-def one_of_them(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    return same(slots[1:], tokens[1:])
-
-
-def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    made = []
-    for slot, token in zip(slots, tokens, strict=True):
-        tree = random_tree(9, token)
-        made.append(greedy(slot, (), TokenTree([token, *tree.tokens[1:]], tree.parents, tree.depths, tree.needed), 8))
-    return made
-
-
-def with_chunk(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """As in lookahead parallelism: a rank has yet to run tokens that another one accepted."""
-    return [greedy(slots[0], [3, 4], root(tokens[0]), 8), greedy(slots[1], (), root(tokens[1]), 8)]
-
-
-ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, with_chunk)
-
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
@@ -591,16 +497,6 @@ def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> N
     assert [result.targets for result in found[0]] == [result.targets for result in expected[0]]
     assert all(map(torch.equal, found[1], expected[1]))
     assert "ahead" not in ran
-
-
-def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Run and commit a plain step with the hint, so that a step ahead follows it. Returns the targets."""
-    items = same(slots, tokens)
-    for item in items:
-        item.continues_alone = True
-    found = [result.targets[0] for result in backend.step(items)]
-    backend.commit([(slot, ()) for slot in slots])
-    return found
 
 
 def cache_of(model: Any, tokens: Sequence[int], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

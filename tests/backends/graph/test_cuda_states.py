@@ -21,6 +21,7 @@ from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.config import SamplingParams
+from lookahead.engine.plain_run import PlainRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -110,6 +111,30 @@ def test_captured_steps_are_the_uncaptured_ones(name: str) -> None:
     captured, direct = (GraphBackend(speaking(name, torch.bfloat16), capture=capture) for capture in (True, False))
     prompts = [tokens(50, 3), tokens(9, 5)]
     assert outputs(captured, prompts, LookaheadConfig(), 40) == outputs(direct, prompts, LookaheadConfig(), 40)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_ahead(name: str, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts token by token, and the states behind them, are those of steps that wait for the host."""
+    prompts = [tokens(50, 3), tokens(9, 5), tokens(1)]
+
+    def decoded() -> tuple[list[list[int]], list[torch.Tensor]]:
+        backend = GraphBackend(speaking(name, torch.bfloat16))
+        found, kept = outputs(backend, prompts, LookaheadConfig.autoregressive(), 60), list[torch.Tensor]()
+        for group in backend.runner.state.states.groups:
+            kept.append(group.inputs[:, : len(prompts)].clone())
+            if group.recurrence is not None:
+                kept.append(group.recurrence.matrices[:, : len(prompts)].clone())
+        return found, kept
+
+    found, kept = decoded()
+    assert ran.count("ahead") > 50
+    ran.clear()
+    monkeypatch.setattr(PlainRun, "_continues", lambda *given: False)
+    expected, wanted = decoded()
+    assert "ahead" not in ran
+    assert found == expected
+    assert all(map(torch.equal, kept, wanted))
 
 
 def hidden_path(text: Sequence[int], rng: random.Random) -> tuple[TokenTree, list[int]]:

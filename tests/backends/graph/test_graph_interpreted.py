@@ -15,6 +15,7 @@ import torch
 from described import HIDDEN
 from interpreting import interpreted_backends
 from knobs import DIM, HEADS, KV_HEADS, Maker
+from marks import slow_but
 from model_table import ROUNDING, error
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
@@ -158,6 +159,21 @@ def test_recurrent_states(
     kind, changes = RECURRENT[name]
     expected = plain(tiny(kind, **changes), PROMPT[:5], 6)
     assert told(interpreted(tiny(kind, **changes)), PROMPT[:5], expected) == (expected, 2)
+
+
+@pytest.mark.parametrize("name", slow_but([*RECURRENT], "lfm2-moe"))
+def test_states_of_steps_ahead(
+    name: str,
+    interpreted: Callable[[Any], GraphBackend],
+    plain: Callable[[Any, Sequence[int], int], list[int]],
+    ran: list[str],
+) -> None:
+    """Steps ahead replay the roots of the steps before them: of two sequences, the first of which begins its text."""
+    kind, changes = RECURRENT[name]
+    prompts = [PROMPT[:1], PROMPT[:3]]
+    expected = [plain(tiny(kind, **changes), prompt, 5) for prompt in prompts]
+    assert outputs(interpreted(tiny(kind, **changes)), prompts, LookaheadConfig.autoregressive(), 5) == expected
+    assert ran[-3:] == ["ahead"] * 3
 
 
 @pytest.mark.slow

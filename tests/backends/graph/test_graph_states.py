@@ -244,7 +244,7 @@ def test_what_the_backend_states(device: str) -> None:
     backend = GraphBackend(make("qwen3.5", device))
     capabilities = backend.capabilities
     assert not capabilities.adopts
-    assert not capabilities.runs_ahead
+    assert capabilities.runs_ahead
     assert capabilities.most_sequences == backend.runner.state.states.slots == backend.slots.most_slots
     assert backend.most_nodes == MOST_STATE_NODES
     slot = backend.open()

@@ -11,7 +11,14 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.chains import ChainBackend
-from lookahead.backends.probe import TOLERANCE_HALF, check_finite, check_training, closeness, probe_tokens, relative
+from lookahead.backends.own_passes import (
+    TOLERANCE_HALF,
+    check_finite,
+    check_training,
+    closeness,
+    probe_tokens,
+    relative,
+)
 from lookahead.backends.support import FAILURES
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError, first_line, refusal

@@ -24,7 +24,8 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.tree import below_chunk
 from lookahead.backends.base import NO_LIMIT, CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.eager.backend import KERNELS, PREFILL_CHUNK, Launched, PassOutput
-from lookahead.backends.eager.cache_rows import can_join, copied, has_keys, joined, row_of
+from lookahead.backends.eager.cache_groups import CacheGroups, Group
+from lookahead.backends.eager.cache_rows import can_join, copied, has_keys
 from lookahead.backends.eager.reading import per_token, read_logits, shifted
 from lookahead.backends.failures import memory_error
 from lookahead.backends.support import check_supported, input_device
@@ -34,18 +35,6 @@ CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """The names that models have for their cache, as an argument and in their output."""
 RERUN_ROWS = 16
 """A longer prompt chunk in front of a chain runs in a pass of its own, so that it never runs twice."""
-
-
-@dataclass
-class Group:
-    """Sequences that run together: their cache, and its mask [B, T], False for positions that hold no token.
-
-    `slots[i]` is the sequence of row i. A sequence that has left is still in the cache.
-    """
-
-    cache: Any
-    mask: torch.Tensor
-    slots: list[int]
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class ChainBackend:
         self._keeps_outputs = bool(self._arguments.get("output_hidden_states"))
         self.outputs: dict[int, PassOutput] = {}
         self.joins = True  # the probe may find that rows of a batch differ from single sequences
-        self._group: dict[int, Group] = {}  # slots with cached tokens
+        self._groups = CacheGroups()
         self._length: dict[int, int] = {}
         self._offset: dict[int, Sequence[int]] = {}  # slot -> position of its first token, per axis
         self._last: dict[int, Uncommitted] = {}
@@ -113,7 +102,8 @@ class ChainBackend:
 
     def close(self, slot: int) -> None:
         del self._length[slot]
-        for held in (self._group, self._offset, self._last):
+        self._groups.drop(slot)
+        for held in (self._offset, self._last):
             held.pop(slot, None)
 
     def length(self, slot: int) -> int:
@@ -166,10 +156,10 @@ class ChainBackend:
             if len(path) == last.drafted:
                 continue
             self._length[slot] = 0
-            self._group.pop(slot)
+            self._groups.drop(slot)
             if last.before is not None:
-                self._length[slot] = int(last.before.mask[last.before.slots.index(slot)].sum())
-                self._group[slot] = last.before
+                self._length[slot] = last.before.length_of(slot)
+                self._groups.restore(slot, last.before)
 
     def _without_long_chunk(self, sequence: StepInput) -> StepInput:
         """The input without its prompt chunk, if that runs here: where it has no tree, and in front of a chain."""
@@ -184,7 +174,7 @@ class ChainBackend:
         cache that cannot be joined again run together while all of them do."""
         batches: dict[Any, list[StepInput]] = {}
         for sequence in inputs:
-            group, width = self._group.get(sequence.slot), len(sequence.chunk) + sequence.tree.size
+            group, width = self._groups.of(sequence.slot), len(sequence.chunk) + sequence.tree.size
             if not sequence.tree.size:
                 continue
             if group is None:
@@ -193,7 +183,7 @@ class ChainBackend:
                 batches.setdefault((width, 0 if self._can_join(group) else id(group)), []).append(sequence)
         found = []
         for batch in batches.values():
-            group = self._group.get(batch[0].slot)
+            group = self._groups.of(batch[0].slot)
             whole = group is None or self._can_join(group) or [one.slot for one in batch] == group.slots
             found += [batch] if whole else [[one] for one in batch]
         return found
@@ -215,9 +205,9 @@ class ChainBackend:
         indices, slots = sorted(needed), [sequence.slot for sequence in inputs]
         lengths = [self._length[slot] for slot in slots]
         drafts = max(sequence.tree.size for sequence in inputs) > 1
-        before = self._gather(slots)
+        before = self._groups.gather(slots)
         if drafts and before is not None:
-            self._set_group(Group(copied(before.cache), before.mask, slots))
+            self._groups.put(Group(copied(before.cache), before.mask, slots))
         output = self.append(slots, np.asarray([chain.tokens for chain in chains]), indices)
         for index, sequence in enumerate(inputs):
             self._last[sequence.slot] = Uncommitted(sequence.tree.size - 1, before)
@@ -231,7 +221,7 @@ class ChainBackend:
     def append(self, slots: list[int], tokens: np.ndarray[Any, Any], indices: list[int]) -> Any:
         """Run tokens [B, T] after the texts of these slots, whose caches change. Returns the model's output, with
         logits at these indices at least."""
-        group = self._gather(slots)
+        group = self._groups.gather(slots)
         old = torch.ones(len(slots), 0, dtype=torch.bool) if group is None else group.mask
         mask = torch.cat([old, torch.ones(tokens.shape, dtype=torch.bool)], dim=1)
         kwargs = {name: per_token(value, tokens.shape, self.device) for name, value in self._arguments.items()}
@@ -247,7 +237,7 @@ class ChainBackend:
             kwargs["logits_to_keep"] = torch.tensor(indices, device=self.device)
         with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
             output = self.run(torch.from_numpy(tokens).to(self.device), kwargs)
-        self._set_group(Group(self.cache_of(output), mask, slots))
+        self._groups.put(Group(self.cache_of(output), mask, slots))
         for slot in slots:
             self._length[slot] += tokens.shape[1]
         return output
@@ -266,30 +256,6 @@ class ChainBackend:
         """The cache in an output of the model."""
         return getattr(output, self.cache_name, None)
 
-    def _gather(self, slots: list[int]) -> Group | None:
-        """The cache of these slots alone, in this order; None before their first token."""
-        groups = [self._group.get(slot) for slot in slots]
-        first = groups[0]
-        if first is None or (first.slots == slots and all(group is first for group in groups)):
-            return first
-        rows = [self._row(slot) for slot in slots]
-        if len(rows) == 1:
-            group = rows[0]
-        else:
-            cache, mask = joined([row.cache for row in rows], [row.mask[0] for row in rows])
-            group = Group(cache, mask, slots)
-        self._set_group(group)
-        return group
-
-    def _row(self, slot: int) -> Group:
-        """The cache of one sequence of a group."""
-        group = self._group[slot]
-        index = group.slots.index(slot)
-        return Group(row_of(group.cache, len(group.slots), index), group.mask[index : index + 1], [slot])
-
-    def _set_group(self, group: Group) -> None:
-        self._group.update(dict.fromkeys(group.slots, group))
-
     # Importing and exporting caches
 
     @torch.inference_mode()
@@ -300,14 +266,14 @@ class ChainBackend:
 
         `mask` [B, T] is True for tokens and False for padding, and `offsets` are as in `adopt`.
         """
-        self._set_group(Group(copied(cache), mask.bool().cpu(), list(slots)))
+        self._groups.put(Group(copied(cache), mask.bool().cpu(), list(slots)))
         for slot, length, offset in zip(slots, mask.sum(dim=-1).tolist(), offsets, strict=True):
             self._length[slot], self._offset[slot] = length, offset
 
     @torch.inference_mode()
     def cache_of_rows(self, slots: Sequence[int]) -> Any:
         """The cache of these slots. Further steps do not change it."""
-        group = self._gather(list(slots))
+        group = self._groups.gather(list(slots))
         return None if group is None else copied(group.cache)
 
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:

@@ -7,7 +7,7 @@ done.
 
 If the host asks for something else (a sequence stopped, another one joined), the step ahead is dropped. That is
 harmless: it wrote the K/V of one token per sequence after the cached ones, and the next step runs after it and
-overwrites them.
+overwrites them. Recurrent states got the roots of the step before it, which are accepted tokens (see `kv.states`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LaunchedStep:
     """A launched step and its inputs.
 
     `starts` are the indices of each input's first needed row, `lengths` the positions of the roots. `ahead`: the number
-    of steps since the last one with a packet. `results`, and with them the `outputs`, are filled by `read`.
+    of steps since the last one with a packet. `kept`: for a step ahead of a model with recurrent states, its first row
+    among the kept ones. `results`, and with them the `outputs`, are filled by `read`.
     """
 
     inputs: list[StepInput]
@@ -33,6 +34,7 @@ class LaunchedStep:
     lengths: list[int]
     running: RunningStep
     ahead: int = 0
+    kept: int = 0
     outputs: list[StepOutput] | None = None
     results: StepResults = field(default_factory=StepResults)
 
@@ -87,10 +89,10 @@ class StepAhead:
         drawn = [sequence for sequence in before.inputs if sequence.uniforms]
         return not drawn or (before.ahead < MOST_AHEAD and all(sequence.next_uniforms for sequence in drawn))
 
-    def note_started(self, before: LaunchedStep, running: RunningStep) -> None:
-        """Record the step ahead that was started right after `before`."""
+    def note_started(self, before: LaunchedStep, running: RunningStep, kept: int) -> None:
+        """Record the step ahead that was started right after `before`. `kept`: see `LaunchedStep`."""
         lengths = [length + 1 for length in before.lengths]
-        self._running = LaunchedStep(before.inputs, before.starts, lengths, running, before.ahead + 1)
+        self._running = LaunchedStep(before.inputs, before.starts, lengths, running, before.ahead + 1, kept)
         self._before = before
 
     def note_results(self, launched: LaunchedStep, results: Sequence[StepOutput]) -> None:

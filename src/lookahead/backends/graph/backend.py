@@ -24,9 +24,10 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.graph.ahead import LaunchedStep, StepAhead
 from lookahead.backends.graph.current_device import on_model_device
+from lookahead.backends.graph.exchange import Exchange
 from lookahead.backends.graph.kernels.tiles import NEAR_KEYS
 from lookahead.backends.graph.kinds import Sampler
-from lookahead.backends.graph.kv import MOST_SHIFT, PagedKV, new_pools
+from lookahead.backends.graph.kv import PagedKV, new_pools
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.planner import Planner
@@ -35,7 +36,7 @@ from lookahead.backends.graph.runner import Runner
 from lookahead.backends.graph.sizes import INVARIANT_NODES, MOST_NEEDED, MOST_STATE_NODES, PAGE, ROW_SIZES, bucket
 from lookahead.backends.support import check_supported, check_trees
 from lookahead.kv.pages import PagePools
-from lookahead.kv.slots import Slot, Slots
+from lookahead.kv.slots import Slots
 from lookahead.kv.states import KeptRows, Snapshots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
@@ -107,7 +108,7 @@ class GraphBackend:
             adopts=states is None,
             shares_at=PAGE if states is not None and states.snapshots else None,
             overlaps=self.device.type == "cuda",
-            runs_ahead=states is None,
+            runs_ahead=True,
             draws_noise=True,
         )
         self.vocab_size: int = len(decoder.embedding)
@@ -120,6 +121,7 @@ class GraphBackend:
             self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
         )
         self._ahead = StepAhead(self.runner.order_after)
+        self._exchange = Exchange(self.runner, self.slots, self._ahead, adopts=self.capabilities.adopts)
         self.expert_reads = 0
 
     @property
@@ -172,13 +174,13 @@ class GraphBackend:
         number = self.slots.open(tokens, salt)
         slot = self.slots[number]
         if slot.snapshot >= 0:
+            self._ahead.drop()  # it may still update a state that is replaced now
             self.runner.copy_states(slot.snapshot, slot.table_index)
         return number
 
     def close(self, slot: int) -> None:
         """Free the slot and its pages. What was given to `remember` stays cached until its pages are needed."""
-        if self.slots[slot].shift:
-            self._shift(self.slots[slot], 0)
+        self._exchange.shift(self.slots[slot], 0)
         self.slots.close(slot)
         self.planner.rules.close(slot)
 
@@ -277,17 +279,17 @@ class GraphBackend:
             launched = self._ahead.take_matching(
                 inputs, [self.slots[sequence.slot].length for sequence in inputs], self.slots
             )
-        if launched is None:
+        if launched is not None:
+            self.planner.continue_from(inputs, launched.kept)
+        else:
             kind, packet, starts, lengths, snapshots = self.planner.plan(inputs)
             launched = LaunchedStep(list(inputs), starts, lengths, self.runner.run(kind, packet))
             for source, target in snapshots:
                 self.runner.copy_states(source, target)
-        if (
-            self.capabilities.runs_ahead
-            and self._ahead.may_follow(launched)
-            and self.planner.reserve_ahead(launched.inputs)
-        ):
-            self._ahead.note_started(launched, self.runner.run_ahead(launched.running, self.slots.take_changes()))
+        if self._ahead.may_follow(launched) and self.planner.reserve_ahead(launched.inputs):
+            kept = self.planner.keep_ahead(launched.inputs)
+            running = self.runner.run_ahead(launched.running, self.slots.take_changes())
+            self._ahead.note_started(launched, running, kept)
         launched.make_outputs()
         return launched
 
@@ -308,58 +310,12 @@ class GraphBackend:
         """Keep the root and these nodes. The root's K/V is already in place; the next step moves that of the nodes."""
         self.slots.commit(accepted)
 
-    # Importing and exporting K/V.
+    # Importing and exporting K/V: see `exchange`.
 
     @on_model_device
-    @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
-        """Take over a sequence's K/V: per layer that has its own, keys and values [Hkv, n, D] of the last n of `length`
-        tokens."""
-        self._check_no_states("take over")
-        shift = offset[0] if offset else 0
-        if any(other != shift for other in offset) or shift > MOST_SHIFT:
-            raise ValueError(
-                f"the graph backend shifts all axes of positions alike, by at most {MOST_SHIFT}, not by {tuple(offset)}"
-            )
-        self._move_pending()  # a pending move might write to the pages reserved now
-        state = self.slots[slot]
-        self.slots.forget_pages(state, length)
-        before, state.length = state.length, length
-        try:
-            self.slots.require_pages([state], [length])
-        except MemoryError:
-            state.length = before
-            raise
-        self.runner.write_kv(self.slots.device_pages(state), length, layers)
-        if state.shift != shift:
-            self._shift(state, shift)
+        self._exchange.adopt(self.slots[slot], length, layers, offset)
 
     @on_model_device
-    @torch.inference_mode()
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]. A layer with a sliding window may
-        return only the tokens that it still reads."""
-        self._check_no_states("hand out")
-        self._move_pending()
-        state = self.slots[slot]
-        return self.runner.read_kv(self.slots.device_pages(state), state.length)
-
-    def _check_no_states(self, what: str) -> None:
-        """Refuse to import or export the K/V of a model that has recurrent states as well."""
-        if not self.capabilities.adopts:
-            raise UnsupportedModelError(
-                f"the graph backend does not {what} the K/V of a sequence with recurrent states, which K/V do not "
-                "restore"
-            )
-
-    @on_model_device
-    @torch.inference_mode()
-    def _shift(self, slot: Slot, shift: int) -> None:
-        """Let a sequence add this to its positions from the next step on."""
-        self.kv.shifts[slot.table_index] = slot.shift = shift
-
-    def _move_pending(self) -> None:
-        """Move the accepted K/V of all pending commits now, without a step."""
-        self._ahead.drop()
-        if self.slots.pending_commits:
-            self.runner.move(*self.slots.take_pending())
+        return self._exchange.cached(self.slots[slot])

@@ -11,7 +11,7 @@ from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kernels.tiles import queries_per_tile
 from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.layers.attention import plan_group
-from lookahead.backends.graph.layers.recurrent import plan_states
+from lookahead.backends.graph.layers.recurrent import plan_states, plan_states_ahead
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.records import SequenceRecord, Tile
@@ -56,8 +56,10 @@ class CapturedForward(Captured):
             kind, buffers, kv, self.views, rows, [tiles[shape] for shape in numbers], buffers.work, states
         )
         planned = [plan_group(group, number, step, state.ops) for number, group in enumerate(model.groups)]
+        self.replay_roots: Run | None = None
         if states is not None:
             planned.append(plan_states(step, model.recurrent, state.ops))
+            self.replay_roots = plan_states_ahead(step, model.recurrent, state.ops)
         self.commits, self.locates = zip(*planned, strict=True)
         self.embed = model.embedding.plan(step)
         with state.times.timing("search"):
@@ -105,7 +107,10 @@ class CapturedForward(Captured):
 
     @torch.inference_mode()
     def _run_ahead(self) -> None:
-        """Advance every sequence by one token: the tokens are the last targets, and no accepted K/V has to move."""
+        """Advance every sequence by one token: the tokens are the last targets. No accepted K/V has to move; recurrent
+        states are updated by the last tokens."""
+        if self.replay_roots is not None:
+            self.replay_roots()
         views, last = self.views, len(self.state.model.embedding.table) - 1
         count = min(self.kind.rows, self.kind.needed)
         # Padding rows take part, and their targets may be outside the vocabulary: hence the clamp.

@@ -74,6 +74,9 @@ class Planner:
             needs = [need + len(chunk) for need, chunk in zip(needs, chunks, strict=True)]
             rows = sum(needs) - sum(lengths)
         self._check_rows(sizes, rows)
+        if self._slots.kept is not None:
+            for slot in slots:
+                self._slots.kept.check_committed(slot.table_index, slot.kept)
         self._slots.require_pages(slots, needs, PAGE // 2)
         # 2. Choose the kind of the step. All steps of a kind share one packet.
         kind = self.choose_kind(inputs, lengths)
@@ -144,6 +147,20 @@ class Planner:
             if slot.sent_room < slot.length + 2 and not self._slots.reserve_pages(slot, slot.length + 2):
                 return False
         return True
+
+    def keep_ahead(self, inputs: Sequence[StepInput]) -> int:
+        """Take the rows that a step ahead of these inputs keeps for recurrent states. Returns the first."""
+        if (kept := self._slots.kept) is None:
+            return 0
+        slots = [self._slots.by_number[sequence.slot] for sequence in inputs]
+        return kept.follow({slot.table_index: slot.kept for slot in slots})
+
+    def continue_from(self, inputs: Sequence[StepInput], kept: int) -> None:
+        """These inputs are those of a step ahead, whose kept rows begin here."""
+        if self._slots.kept is None:
+            return
+        for index, sequence in enumerate(inputs):
+            self._slots.by_number[sequence.slot].kept = kept + index
 
     def _check_rows(self, sizes: Sequence[int], rows: int) -> None:
         """Raise ValueError for a step that does not fit into a pass."""

@@ -159,8 +159,7 @@ class Runner:
             self.steps.forward_for(forward)
         for one in targets:
             self.steps.targets_for(one)
-        ahead = self.state.capture and self.state.states is None
-        for kind in forward_kinds_ahead(self.traits, sequences) if ahead else ():
+        for kind in forward_kinds_ahead(self.traits, sequences) if self.state.capture else ():
             for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
                 self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
 

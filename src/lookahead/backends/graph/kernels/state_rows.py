@@ -7,6 +7,7 @@ them go through one kernel (`scan`), whose update is that of decoding a single t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,3 +84,26 @@ def new_state_rows(views: dict[str, torch.Tensor], reach: int, most_nodes: int, 
         tree_count=like.new_zeros(1),
         ring=ring,
     )
+
+
+def roots_as_replays(rows: StateRows) -> Callable[[], None]:
+    """Work after a step of one node per sequence: its walks become the replays of the next step, whose nodes are kept
+    behind its own."""
+    count = min(len(rows.replays), rows.most_nodes)
+    replays, replayed, number = (
+        rows.replays[:count],
+        rows.replayed[:count],
+        torch.arange(count, device=rows.kept.device),
+    )
+    # A replay goes through one row of `replayed`, not of `order`, and writes no output.
+    change = torch.zeros_like(replays)
+    change[:, Walk.BEGIN] = number - (len(rows.kept) + number * rows.most_nodes)
+    change[:, Walk.WRITE_FROM] = 1
+
+    def accept() -> None:
+        torch.add(rows.tree_walks[:count], change, out=replays)
+        replayed.copy_(rows.kept[:count])
+        rows.replay_count.copy_(rows.tree_count)
+        rows.kept_base.add_(rows.tree_count)
+
+    return accept

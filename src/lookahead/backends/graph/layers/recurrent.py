@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lookahead.backends.graph.kernels.state_rows import StateRows
+from lookahead.backends.graph.kernels.state_rows import StateRows, roots_as_replays
 from lookahead.backends.graph.kernels.state_shapes import Channels, Columns, Gating
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.lowering import LoweredMatrix, Matrices
@@ -167,6 +167,20 @@ def plan_states(step: StepContext, layers: Sequence[RecurrentLayer], ops: Ops) -
     rows, memory = step.states.rows, step.states.memory
     accepted = rows.replays, rows.replay_count, rows.replayed
     return partial(replay, memory, layers, ops, *accepted), partial(ops.list_walks, rows)
+
+
+def plan_states_ahead(step: StepContext, layers: Sequence[RecurrentLayer], ops: Ops) -> Run:
+    """The work of all recurrent layers at the beginning of a step ahead: replay the nodes of the step before it, which
+    were the roots of its sequences, from where it kept them."""
+    assert step.states is not None
+    rows, memory = step.states.rows, step.states.memory
+    accepted = roots_as_replays(rows)
+
+    def run() -> None:
+        accepted()
+        replay(memory, layers, ops, rows.replays, rows.replay_count, rows.replayed)
+
+    return run
 
 
 def replay(
