@@ -9,14 +9,16 @@ from time import perf_counter
 
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.drafting import Drafting
+from lookahead.algorithm.output import NO_OUTPUT
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.engine.inputs import largest_input, make_input
+from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
+from lookahead.engine.inputs import largest_input, make_input, prepare_input
 from lookahead.engine.plain_run import PlainRun
-from lookahead.engine.request import Event, Request, StepResult
-from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler, most_sequences
+from lookahead.engine.request import Event, PassTimes, Request, StepResult
+from lookahead.engine.scheduler import Scheduler, most_sequences
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
@@ -203,8 +205,9 @@ class Engine:
         sequences = [scheduled.request.sequence for scheduled in batch.requests]
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
-            chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
-            again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
+            chunk_tokens, again = sum([len(scheduled.chunk) for scheduled in batch.requests]), list[int]()
+            if not self.backend.capabilities.branches:
+                again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
             trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
         except Exception:
             failed = self._failing_requests(batch.requests)
@@ -246,7 +249,8 @@ class Engine:
         return None
 
     def _learn(self, batch: ScheduledBatch) -> None:
-        """Overlap with the device: free memory, learn from the last step, draw noise, prepare verification."""
+        """Overlap with the device: free memory, learn from the last step, draw noise, prepare verification and the next
+        inputs."""
         self._last_results = ()
         requests = [scheduled.request for scheduled in batch.requests]
         failed = self._drafting.learn(
@@ -261,32 +265,38 @@ class Engine:
                 except Exception as error:
                     failed[index] = error
         self._failed += [(requests[index], error) for index, error in failed.items()]
+        for scheduled in batch.requests:
+            if scheduled.is_last_chunk and not scheduled.chunk:
+                scheduled.next_input = prepare_input(scheduled)
 
     def _collect(self, launched: LaunchedPass) -> list[StepResult]:
         """Learn from the last step while the device runs; then wait for the pass, and verify."""
         # 4. Learn from the last step.
-        batch = launched.batch
+        batch, times, tokens = launched.batch, PassTimes(launched.batch.propose_seconds), launched.batch.tokens
         self._learn(batch)
+        results = [
+            StepResult(scheduled.request, step_input, NO_OUTPUT, None, times)
+            for scheduled, step_input in zip(batch.requests, launched.inputs, strict=True)
+        ]
         # 5. Collect.
         outputs = self.backend.collect(launched.running)
         done = perf_counter()
         # 6. Verify: what the targets confirm.
         accepted = self._drafting.verify(outputs)
-        seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
+        times.forward, times.accept = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.on_pass is not None:
-            self.on_pass(batch.tokens, seconds)
-        results, before, running = list[StepResult](), batch.propose_seconds, self._requests
-        for scheduled, step_input, output, verdict in zip(
-            batch.requests, launched.inputs, outputs, accepted, strict=True
-        ):
-            request = scheduled.request
-            if request.id not in running:
+            self.on_pass(tokens, times.forward)
+        for result, output, verdict in zip(results, outputs, accepted, strict=True):
+            result.output, result.accepted = output, verdict
+        finished, running = list[StepResult](), self._requests
+        for scheduled, result in zip(batch.requests, results, strict=True):
+            if result.request.id not in running:
                 continue  # it was cancelled while it ran
             if scheduled.is_last_chunk:
-                results.append(StepResult(request, step_input, output, verdict, before, seconds, after))
+                finished.append(result)
             else:
-                request.sequence.stats.forward_seconds += seconds
-        return results
+                result.request.sequence.stats.forward_seconds += times.forward
+        return finished
 
     def _inputs(self, batch: ScheduledBatch) -> list[StepInput]:
         """The inputs of a batch. A request whose mask fails is left out."""
