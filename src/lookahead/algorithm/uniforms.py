@@ -24,6 +24,8 @@ class Uniforms:
         drawn, branch = self._drawn, tree.branch
         if len(drawn) <= generated + tree.size - branch:
             self.draw(generated + tree.size - branch + 1)  # a depth is at most the number of draft tokens
+        if tree.size == 1:
+            return drawn[generated : generated + 1]
         if branch == 1:
             return [drawn[generated + depth] for depth in tree.depths]
         window = tree.needed_count - 1 - (tree.size - branch)

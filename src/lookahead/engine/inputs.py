@@ -11,7 +11,7 @@ from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import MOST_AHEAD, NO_TREE, Backend, StepInput
 from lookahead.config import SamplingParams
-from lookahead.engine.batch import ScheduledRequest
+from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
 from lookahead.engine.request import Request
 
 GREEDY = SamplingParams()
@@ -54,6 +54,21 @@ def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backen
     if request.mask is not None:
         step_input.adjustment = with_mask(request, tree, step_input.adjustment, backend.vocab_size)
     return step_input
+
+
+def make_inputs(batch: ScheduledBatch, backend: Backend) -> tuple[list[StepInput], list[tuple[Request, Exception]]]:
+    """The inputs of a batch. A request whose mask fails leaves the batch, and is returned with its exception."""
+    inputs, requests, failed = list[StepInput](), list[ScheduledRequest](), list[tuple[Request, Exception]]()
+    for scheduled in batch.requests:
+        try:
+            inputs.append(make_input(scheduled, batch.next_is_plain, backend))
+            requests.append(scheduled)
+        except Exception as error:
+            if scheduled.request.mask is None:
+                raise
+            failed.append((scheduled.request, error))
+    batch.requests = requests
+    return inputs, failed
 
 
 def with_mask(request: Request, tree: TokenTree, adjustment: Adjustment | None, vocabulary: int) -> Adjustment | None:

@@ -42,7 +42,7 @@ class LaunchedStep:
         """Create the outputs, still without results, while the device runs."""
         ends = [*self.starts[1:], self.starts[-1] + self.inputs[-1].tree.needed_count]
         self.outputs, results = [], self.results
-        self.reads_more = any([sequence.logits or sequence.logprobs is not None for sequence in self.inputs])
+        self.reads_more = any(sequence.logits or sequence.logprobs is not None for sequence in self.inputs)
         for start, end, sequence in zip(self.starts, ends, self.inputs, strict=True):
             self.outputs.append(StepOutput.of_results(results, start, end, sequence.top))
         return self.outputs
