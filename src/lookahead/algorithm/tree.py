@@ -45,6 +45,8 @@ class TokenTree:
         "size", "start", "width",
     )  # fmt: skip
 
+    _layout: WindowLayout  # of a tree in a forest
+
     def __init__(
         self,
         tokens: Iterable[int],
