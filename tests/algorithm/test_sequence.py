@@ -387,7 +387,7 @@ def test_it_goes_on_where_nothing_drafts() -> None:
     drawn = DecodingSequence([1, 2], PLAIN, SamplingParams(temperature=0.5))
     assert drawn.never_drafts
     ahead = drawn.next_uniforms(3)
-    assert [drawn.uniforms(drawn.propose())[0], *ahead] == [drawn._uniforms[place] for place in range(4)]
+    assert [drawn.uniforms(drawn.propose())[0], *ahead] == [*drawn._uniforms.between(0, 4)]
     assert DecodingSequence([1, 2], PLAIN).next_uniforms(3) == []
     for config in (EVERYTHING, LookaheadConfig.paper(3, 3, 3), LookaheadConfig.jacobi(4), LookaheadConfig(window=0)):
         assert not DecodingSequence([1, 2], config).never_drafts

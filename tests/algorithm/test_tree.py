@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import (
-    TokenTree,
-    below_chunk,
-    dense_visibility,
-    packed_visibility,
-    visibility,
-    window_layout,
-)
+from lookahead.algorithm.tree import TokenTree, below_chunk, window_layout
+from lookahead.algorithm.visibility import dense_visibility, packed_visibility, visibility
 from lookahead.config import LookaheadConfig, StopRules
 
 Place = tuple[Any, ...]

@@ -39,7 +39,7 @@ def choose_trees(
     if len(sequences) == 1:
         return [sequences[0].propose(limit, cost, runs_ahead=runs_ahead)]
     # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
-    together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
+    together, layouts = power_of_two(len(sequences)), list[WindowLayout]()
     known, share = None, 0
     table: Costs = ()
     for sequence in sequences:
@@ -47,19 +47,20 @@ def choose_trees(
             known, share = sequence.config, sequence.share(together, pads)
             if known.step_cost is not None and not pads and len(known.step_cost) > len(table):
                 table = known.step_cost
-        layout = sequence.layout(share)
-        layouts.append(layout)
-        rows += layout.size
+        layouts.append(sequence.root_alone if share < sequence.min_window_share else sequence.layout(share))
+    rows = sum([layout.size for layout in layouts])
     if limit is not None and rows > limit:
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
     # 2. One draft per sequence, best tokens first. With `all_taken` the step takes all of it.
     drafts = list[Draft]()
     for sequence, layout in zip(sequences, layouts, strict=True):
-        draft, config = sequence.cached_draft, sequence.config
-        if config.step_cost is None or pads:
-            draft = sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True)
-        elif draft is None or layout is not sequence.root_alone:
-            draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
+        draft = sequence.cached_draft
+        if draft is None or pads or layout is not sequence.root_alone:
+            config = sequence.config
+            if config.step_cost is None or pads:
+                draft = sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True)
+            else:
+                draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
         drafts.append(draft)
     # 3. The step takes the best draft tokens of all sequences.
     plain = len(sequences) if runs_ahead else 0

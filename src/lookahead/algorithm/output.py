@@ -79,6 +79,10 @@ class StepOutput:
         return f"StepOutput(targets={self.targets}, top={self.top})"
 
 
+NO_OUTPUT = StepOutput([])
+"""In place of an output that the device has not computed yet."""
+
+
 def best_tokens(rows: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
     """Results [R, 1 + 2 n] -> [R, 2 count]: the `count` best tokens and these tokens' levels; all n if n is less."""
     most = (rows.shape[1] - 1) // 2

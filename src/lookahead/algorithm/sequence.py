@@ -5,7 +5,6 @@ A sequence knows nothing about tensors or text, and a backend nothing about wind
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,9 +12,10 @@ from lookahead.algorithm.budget import chain_length, equal_share, weighing_curve
 from lookahead.algorithm.cost import Costs, PassCost
 from lookahead.algorithm.draft import RECYCLE_BONUS, CachedInputs, Candidates, Draft, Drafter
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.sampling import NO_DRAW, Adjustment
+from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build_sources, source_of, wants_top
 from lookahead.algorithm.tree import NO_DRAFT_TOKENS, TokenTree, WindowLayout, window_layout
+from lookahead.algorithm.uniforms import UNIFORMS_AHEAD, Uniforms
 from lookahead.algorithm.verify import Verdict, accept, cut_at_stop
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -25,8 +25,6 @@ MAX_TEXT = 2**31 - 1
 """C counts the tokens of a text in 32 bits."""
 LEAST_SCORE = 0.01
 """A chain without a known cost ends before a draft token with less chance to be accepted."""
-UNIFORMS_AHEAD = 64
-"""Output positions whose uniforms are drawn before a step needs them, while the device runs."""
 
 
 class DecodingSequence:
@@ -73,7 +71,7 @@ class DecodingSequence:
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
         self._bonus = RECYCLE_BONUS if self.wants_top else 0.0
-        self._greedy = self.sampling.greedy
+        self.greedy = self.sampling.greedy
         self._penalised = self.sampling.penalised or bool(self.sampling.logit_bias)
         self.adjusts = self._penalised or bool(self.rules.min_tokens and self.rules.eos_ids)
         self._unlearned: tuple[TokenTree, StepOutput, Verdict] | None = None
@@ -81,8 +79,7 @@ class DecodingSequence:
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory() if memory is None else memory.new()
         self._memory, self._trust = memory, memory.calibration.trust
-        self._uniforms: list[float] = []
-        self._random = random.Random(self.sampling.seed)
+        self._uniforms = Uniforms(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
         self._sources = build_sources(self.config, self._memory)
@@ -98,7 +95,7 @@ class DecodingSequence:
         self._shares: dict[tuple[int, bool], int] = {}
         self._deepest = self.config.deepest
         # The smallest share of the budget of which a window fills at most half.
-        self._min_window_share = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
+        self.min_window_share = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
         self.root_alone = window_layout(0, self.config.ngram)
         self._candidates = Candidates.after(self.tokens, self._memory.calibration.rates)
         self._candidates.chain = self.config.chain
@@ -122,7 +119,7 @@ class DecodingSequence:
     @property
     def left(self) -> int:
         """Number of tokens that may still be generated."""
-        return self.room - self.generated
+        return self.room - len(self.tokens) + self.prompt_tokens
 
     @property
     def drafter(self) -> Drafter:
@@ -223,7 +220,7 @@ class DecodingSequence:
         """The layout of the tree's lookahead branch. The window is left out when only one token is left to generate,
         when it would exceed the context (its last column is W + N - 3 positions after the root), and when it would fill
         more than half of a share of the budget."""
-        if share < self._min_window_share or self.left <= 1:
+        if share < self.min_window_share or self.left <= 1:
             return self.root_alone
         config, width, limit = self.config, self._window.width, self.rules.max_length
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
@@ -237,30 +234,13 @@ class DecodingSequence:
         return Adjustment(self.tokens, self.prompt_tokens, rules.eos_ids, rules.min_tokens)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
-        """One uniform per needed node: that of the output position it predicts. The window's nodes take the argmax."""
-        if self._greedy:
-            return []
-        generated, depths = len(self.tokens) - self.prompt_tokens, tree.depths[tree.branch :]
-        if len(self._uniforms) <= generated + len(depths):
-            self._draw_uniforms(generated + len(depths) + 1)  # a depth is at most the number of draft tokens
-        ahead = self._uniforms[generated : generated + len(depths) + 1]
-        if not tree.width:
-            return [ahead[0], *[ahead[depth] for depth in depths]]
-        window = len(tree.needed) - 1 - len(depths)
-        return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
+        """One uniform per needed node (see `Uniforms.of_tree`); empty for greedy decoding."""
+        return [] if self.greedy else self._uniforms.of_tree(tree, len(self.tokens) - self.prompt_tokens)
 
     def next_uniforms(self, count: int) -> list[float]:
         """The uniforms of `count` output positions after the next one; empty for greedy decoding."""
-        if self.sampling.greedy:
-            return []
         first = self.generated + 1
-        self._draw_uniforms(first + count)
-        return self._uniforms[first : first + count]
-
-    def _draw_uniforms(self, count: int) -> None:
-        """Draw the uniforms of the first `count` output positions that have not been drawn yet."""
-        while len(self._uniforms) < count:
-            self._uniforms.append(self._random.random())
+        return [] if self.greedy else self._uniforms.between(first, first + count)
 
     @property
     def learner(self) -> Candidates | None:
@@ -328,8 +308,8 @@ class DecodingSequence:
     def learn_while_running(self) -> None:
         """Do the part of learning that can wait until the device runs the next step: the calibration, and what the
         sources have deferred."""
-        if not self._greedy:
-            self._draw_uniforms(self.generated + UNIFORMS_AHEAD)
+        if not self.greedy:
+            self._uniforms.draw(self.generated + UNIFORMS_AHEAD)
         if self._unlearned is None:
             return
         (tree, output, verdict), self._unlearned = self._unlearned, None

@@ -22,8 +22,8 @@ from functools import lru_cache, reduce
 from operator import add
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+TreeFields = tuple["array[int]", "array[int]", "array[int]", "array[int]"]
+"""Tokens, parents, depths and origins."""
 
 
 class TokenTree:
@@ -36,13 +36,16 @@ class TokenTree:
     is the number of nodes.
 
     The C drafter writes all trees of a step into one `forest`; this one begins at row `start`. Its tokens, parents,
-    depths and origins are copied from there on first access, which may be while the device runs.
+    depths and origins are copied from there on first access, which may be while the device runs. `needed_count` is
+    len(needed).
     """
 
     __slots__ = (
-        "_depths", "_draft_children", "_origins", "_packed", "_parents", "_tokens", "branch", "expected", "forest",
-        "needed", "size", "start", "width",
+        "_draft_children", "_fields", "_layout", "_needed", "_packed", "branch", "expected", "forest", "needed_count",
+        "size", "start", "width",
     )  # fmt: skip
+
+    _layout: WindowLayout  # of a tree in a forest
 
     def __init__(
         self,
@@ -58,25 +61,47 @@ class TokenTree:
         if not (type(tokens) is type(parents) is type(depths) is type(needed) is type(origins) is array):
             tokens, parents, depths = _integers(tokens), _integers(parents), _integers(depths)
             needed, origins = _integers(needed), _integers(origins)
-        self._tokens: array[int] | None = tokens
-        self._parents: array[int] | None = parents
-        self._depths: array[int] | None = depths
-        self._origins: array[int] | None = origins
-        self.needed, self.branch, self.width, self.expected = needed, branch, width, expected
-        self.forest: Forest | None = None
-        self.size, self.start = len(tokens), 0
+        self._fields: TreeFields | None = (tokens, parents, depths, origins)
+        self._needed: array[int] | None = needed
         self._draft_children: dict[int, list[int]] | None = None
         self._packed: bytes | None = None
+        self.branch, self.width, self.expected = branch, width, expected
+        self.forest: Forest | None
+        self.forest, self.start, self.size, self.needed_count = None, 0, len(tokens), len(needed)
 
-    @classmethod
-    def of_forest(cls, forest: Forest, start: int, layout: WindowLayout, drafted: int, expected: float) -> TokenTree:
-        """The tree that begins at row `start`: a branch with this layout, followed by `drafted` draft tokens."""
-        tree = cls.__new__(cls)
-        tree.forest, tree.start, tree.size = forest, start, layout.size + drafted
-        tree.needed, tree.branch, tree.width = layout.needed(drafted), layout.size, layout.width
-        tree.expected, tree._draft_children, tree._packed = expected, None, None
-        tree._tokens = tree._parents = tree._depths = tree._origins = None
-        return tree
+    @property
+    def tokens(self) -> array[int]:
+        return (self._fields or self._copy_fields())[0]
+
+    @property
+    def parents(self) -> array[int]:
+        return (self._fields or self._copy_fields())[1]
+
+    @property
+    def depths(self) -> array[int]:
+        return (self._fields or self._copy_fields())[2]
+
+    @property
+    def origins(self) -> array[int]:
+        return (self._fields or self._copy_fields())[3]
+
+    @property
+    def needed(self) -> array[int]:
+        if self._needed is None:
+            self._needed = self._layout.needed(self.size - self.branch)
+        return self._needed
+
+    def _copy_fields(self) -> TreeFields:
+        """Copy this tree's fields from its forest."""
+        if self.forest is None:
+            raise AttributeError("a tree without a forest is created with all its fields")
+        numbers, rows, first, size = self.forest.numbers, self.forest.rows, self.start, self.size
+        second, third, fourth = first + rows, first + 2 * rows, first + 3 * rows
+        self._fields = (
+            numbers[first : first + size], numbers[second : second + size], numbers[third : third + size],
+            numbers[fourth : fourth + size - self.branch],
+        )  # fmt: skip
+        return self._fields
 
     def first_of_chain(self, count: int, expected: float) -> TokenTree:
         """The root and the first `count` draft tokens of a chain, whose scores have this sum."""
@@ -87,37 +112,6 @@ class TokenTree:
             self.tokens[:size], self.parents[:size], self.depths[:size], self.needed[:size],
             origins=self.origins[:count], expected=expected,
         )  # fmt: skip
-
-    @property
-    def tokens(self) -> array[int]:
-        if self._tokens is None:
-            self._tokens = self._field(0, self.size)
-        return self._tokens
-
-    @property
-    def parents(self) -> array[int]:
-        if self._parents is None:
-            self._parents = self._field(1, self.size)
-        return self._parents
-
-    @property
-    def depths(self) -> array[int]:
-        if self._depths is None:
-            self._depths = self._field(2, self.size)
-        return self._depths
-
-    @property
-    def origins(self) -> array[int]:
-        if self._origins is None:
-            self._origins = self._field(3, self.size - self.branch)
-        return self._origins
-
-    def _field(self, field: int, count: int) -> array[int]:
-        """The first `count` numbers of this tree in one of the forest's fields."""
-        if self.forest is None:
-            raise AttributeError("a tree without a forest is created with all its fields")
-        start = field * self.forest.rows + self.start
-        return self.forest.numbers[start : start + count]
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, TokenTree) else NotImplemented
@@ -178,6 +172,22 @@ class Forest:
     numbers: array[int]
     rows: int
 
+    def trees(
+        self, layouts: Iterable[WindowLayout], drafted: Iterable[int], expected: Iterable[float]
+    ) -> list[TokenTree]:
+        """The trees, the first one at row 0: each has a branch with its layout, followed by `drafted` draft tokens."""
+        trees, start = list[TokenTree](), 0
+        for layout, count, scores in zip(layouts, drafted, expected, strict=True):
+            tree = TokenTree.__new__(TokenTree)
+            tree._fields = tree._needed = tree._draft_children = tree._packed = None  # until they are needed
+            tree.forest, tree.start, tree.expected, tree._layout = self, start, scores, layout
+            tree.branch, tree.width = layout.size, layout.width
+            tree.size = size = layout.size + count
+            tree.needed_count = size - layout.unneeded
+            trees.append(tree)
+            start += size
+        return trees
+
 
 def forest_of(trees: Sequence[TokenTree]) -> Forest | None:
     """The forest that consists of exactly these trees in this order, or None."""
@@ -233,6 +243,7 @@ class WindowLayout:
         self.parents_and_depths = self.parent_array.tobytes() + self.depth_array.tobytes()
         self._needed_branch = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
         self._needed: dict[int, array[int]] = {}
+        self.unneeded = self.size - len(self._needed_branch)  # nodes of the branch whose logits are not computed
 
     def tree(self, tokens: Sequence[int], drafted: DraftTokens, count: int | None = None) -> TokenTree:
         """The branch with these tokens, the root's first, followed by the best `count` draft tokens (None: all).
@@ -283,27 +294,3 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
             parents.append(above[column])
             depths.append(column + r)
     return WindowLayout(window, parents, depths, row)
-
-
-def visibility(parents: Sequence[int]) -> list[int]:
-    """The nodes that each node sees, as the bits of an int: its parent's bits and its own."""
-    seen: list[int] = []
-    bit = 1
-    for parent in parents:
-        seen.append(seen[parent] | bit if parent >= 0 else bit)
-        bit <<= 1
-    return seen
-
-
-def packed_visibility(parents: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """[K, words]: bit j % 32 of word [i, j // 32] says whether node i sees node j."""
-    words = (len(parents) + 31) // 32
-    raw = b"".join([bits.to_bytes(4 * words, "little") for bits in visibility(parents)])
-    return np.frombuffer(raw, dtype="<u4").reshape(len(parents), words)
-
-
-def dense_visibility(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[K, K] booleans: entry (i, j) says whether node i sees node j."""
-    size = len(parents)
-    packed = packed_visibility(parents).view(np.uint8)
-    return np.unpackbits(packed, axis=1, bitorder="little")[:, :size].astype(np.bool_)

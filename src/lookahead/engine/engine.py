@@ -9,14 +9,16 @@ from time import perf_counter
 
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.drafting import Drafting
+from lookahead.algorithm.output import NO_OUTPUT
 from lookahead.algorithm.verify import Verdict
-from lookahead.backends.base import Backend, StepInput
-from lookahead.backends.exact import check_exact
+from lookahead.backends.base import Backend
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.engine.inputs import largest_input, make_input
+from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
+from lookahead.engine.check import check_request
+from lookahead.engine.inputs import largest_input, make_inputs, prepare_input
 from lookahead.engine.plain_run import PlainRun
-from lookahead.engine.request import Event, Request, StepResult
-from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler, most_sequences
+from lookahead.engine.request import Event, PassTimes, Request, StepResult
+from lookahead.engine.scheduler import Scheduler, most_sequences
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
@@ -60,25 +62,7 @@ class Engine:
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError if the request could not run to its end, even alone."""
-        for token, _ in request.sequence.sampling.bias[-1:]:
-            if token >= self.backend.vocab_size:
-                raise ValueError(f"logit_bias has token {token}; the vocabulary is 0 to {self.backend.vocab_size - 1}")
-        check_exact(request.sequence.config, self.backend)
-        if request.mask is not None and (request.verifier is not None or request.noise is not None):
-            raise ValueError("a request with a mask cannot have a verifier or noise; leave one of them out")
-        capabilities = self.backend.capabilities
-        if request.noise is not None and not capabilities.draws_noise:
-            raise ValueError(
-                f"the {capabilities.name} backend cannot sample with a request's own noise; leave `noise` out"
-            )
-        sequence, holds = request.sequence, self.backend.holds()
-        longest = sequence.prompt_tokens + sequence.room + sequence.config.budget
-        if holds is not None and longest > holds:
-            raise ValueError(
-                f"a prompt of {sequence.prompt_tokens} tokens, an output of up to {sequence.room} and a step of "
-                f"{sequence.config.budget} need K/V for {longest} tokens, and the backend has room for {holds}; lower "
-                "max_tokens or shorten the prompt"
-            )
+        check_request(request, self.backend)
 
     def submit(self, request: Request) -> int:
         """Queue a request. Returns its id."""
@@ -203,8 +187,9 @@ class Engine:
         sequences = [scheduled.request.sequence for scheduled in batch.requests]
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
-            chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
-            again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
+            chunk_tokens, again = sum([len(scheduled.chunk) for scheduled in batch.requests]), list[int]()
+            if not self.backend.capabilities.branches:
+                again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
             trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
         except Exception:
             failed = self._failing_requests(batch.requests)
@@ -232,7 +217,8 @@ class Engine:
     def _launch(self, batch: ScheduledBatch) -> LaunchedPass | None:
         """Launch a batch, unless it is empty. If the device has too little memory for it, its largest request fails,
         and the batch is launched without it. With several ranks the error is raised: the others run the whole batch."""
-        inputs = self._inputs(batch)
+        inputs, failed = make_inputs(batch, self.backend)
+        self._failed += failed
         begin = perf_counter()
         while inputs:
             try:
@@ -246,7 +232,8 @@ class Engine:
         return None
 
     def _learn(self, batch: ScheduledBatch) -> None:
-        """Overlap with the device: free memory, learn from the last step, draw noise, prepare verification."""
+        """Overlap with the device: free memory, learn from the last step, draw noise, prepare verification and the next
+        inputs."""
         self._last_results = ()
         requests = [scheduled.request for scheduled in batch.requests]
         failed = self._drafting.learn(
@@ -261,46 +248,37 @@ class Engine:
                 except Exception as error:
                     failed[index] = error
         self._failed += [(requests[index], error) for index, error in failed.items()]
+        for scheduled in batch.requests:
+            if scheduled.is_last_chunk and not scheduled.chunk:
+                scheduled.next_input = prepare_input(scheduled)
 
     def _collect(self, launched: LaunchedPass) -> list[StepResult]:
         """Learn from the last step while the device runs; then wait for the pass, and verify."""
         # 4. Learn from the last step.
-        batch = launched.batch
+        batch, times, tokens = launched.batch, PassTimes(launched.batch.propose_seconds), launched.batch.tokens
         self._learn(batch)
+        results = [
+            StepResult(scheduled.request, step_input, NO_OUTPUT, None, times)
+            for scheduled, step_input in zip(batch.requests, launched.inputs, strict=True)
+        ]
         # 5. Collect.
         outputs = self.backend.collect(launched.running)
         done = perf_counter()
         # 6. Verify: what the targets confirm.
         accepted = self._drafting.verify(outputs)
-        seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
+        times.forward, times.accept = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.on_pass is not None:
-            self.on_pass(batch.tokens, seconds)
-        results, before, running = list[StepResult](), batch.propose_seconds, self._requests
-        for scheduled, step_input, output, verdict in zip(
-            batch.requests, launched.inputs, outputs, accepted, strict=True
-        ):
-            request = scheduled.request
-            if request.id not in running:
+            self.on_pass(tokens, times.forward)
+        finished, running = list[StepResult](), self._requests
+        for scheduled, result, output, verdict in zip(batch.requests, results, outputs, accepted, strict=True):
+            if result.request.id not in running:
                 continue  # it was cancelled while it ran
             if scheduled.is_last_chunk:
-                results.append(StepResult(request, step_input, output, verdict, before, seconds, after))
+                result.output, result.accepted = output, verdict
+                finished.append(result)
             else:
-                request.sequence.stats.forward_seconds += seconds
-        return results
-
-    def _inputs(self, batch: ScheduledBatch) -> list[StepInput]:
-        """The inputs of a batch. A request whose mask fails is left out."""
-        inputs, requests = list[StepInput](), list[ScheduledRequest]()
-        for scheduled in batch.requests:
-            try:
-                inputs.append(make_input(scheduled, batch.next_is_plain, self.backend))
-                requests.append(scheduled)
-            except Exception as error:
-                if scheduled.request.mask is None:
-                    raise
-                self._failed.append((scheduled.request, error))
-        batch.requests = requests
-        return inputs
+                result.request.sequence.stats.forward_seconds += times.forward
+        return finished
 
     def accept_and_commit(self, results: Sequence[StepResult], *, commit: bool = True) -> FinishedStep:
         """Accept and commit the results of a step. The targets have already verified them, unless their request has a

@@ -9,42 +9,66 @@ import numpy as np
 from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
+from lookahead.backends.base import MOST_AHEAD, NO_TREE, Backend, StepInput
 from lookahead.config import SamplingParams
+from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
 from lookahead.engine.request import Request
-from lookahead.engine.scheduler import ScheduledRequest
 
 GREEDY = SamplingParams()
 """The sampling of a request with a verifier, which chooses its tokens. The backend's targets only feed the window and
 the sources, for which greedy targets are enough."""
 
 
-def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
-    """The input of a scheduled request. `next_is_plain`: so is its next step. ValueError if the mask is bad."""
-    step_input = _make_input(scheduled, next_is_plain, backend)
-    step_input.prompt_tokens = scheduled.request.sequence.prompt_tokens
+def prepare_input(scheduled: ScheduledRequest, chunk: Sequence[int] = ()) -> StepInput:
+    """What is known of a request's input before its tree."""
+    request, sequence = scheduled.request, scheduled.request.sequence
+    step_input = StepInput(request.slot, chunk, NO_TREE, GREEDY, (), prompt_tokens=sequence.prompt_tokens)
+    step_input.top = MAX_SUCCESSORS if sequence.wants_top else 0
+    if request.verifier is not None:
+        step_input.logits = True
+    elif request.noise is not None:
+        step_input.sampling = request.noise.sampling
+    else:
+        step_input.sampling, step_input.logprobs = sequence.sampling, sequence.sampling.logprobs
     return step_input
 
 
-def _make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
+def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backend) -> StepInput:
+    """The input of a scheduled request. `next_is_plain`: so is its next step. ValueError if the mask is bad."""
     request, sequence, tree = scheduled.request, scheduled.request.sequence, scheduled.tree
     if not scheduled.is_last_chunk:
-        return StepInput(request.slot, scheduled.chunk, tree, GREEDY, ())
-    top = MAX_SUCCESSORS if sequence.wants_top else 0
-    if request.verifier is not None:
-        return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), top, logits=True)
-    if (noise := request.noise) is not None:
-        return StepInput(request.slot, scheduled.chunk, tree, noise.sampling, (), top, noise=noise.rows(tree))
-    step_input = StepInput(request.slot, scheduled.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
+        return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), prompt_tokens=sequence.prompt_tokens)
+    step_input, scheduled.next_input = scheduled.next_input or prepare_input(scheduled, scheduled.chunk), None
+    step_input.tree = tree
+    if step_input.logits:
+        return step_input
+    if request.noise is not None:
+        step_input.noise = request.noise.rows(tree)
+        return step_input
+    if not sequence.greedy:
+        step_input.uniforms = sequence.uniforms(tree)
     if next_is_plain:
         step_input.continues_alone, step_input.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
-    if sequence.sampling.logprobs is not None:
-        step_input.logprobs = sequence.sampling.logprobs
     if sequence.adjusts:
         step_input.adjustment = sequence.adjustment()
     if request.mask is not None:
         step_input.adjustment = with_mask(request, tree, step_input.adjustment, backend.vocab_size)
     return step_input
+
+
+def make_inputs(batch: ScheduledBatch, backend: Backend) -> tuple[list[StepInput], list[tuple[Request, Exception]]]:
+    """The inputs of a batch. A request whose mask fails leaves the batch, and is returned with its exception."""
+    inputs, requests, failed = list[StepInput](), list[ScheduledRequest](), list[tuple[Request, Exception]]()
+    for scheduled in batch.requests:
+        try:
+            inputs.append(make_input(scheduled, batch.next_is_plain, backend))
+            requests.append(scheduled)
+        except Exception as error:
+            if scheduled.request.mask is None:
+                raise
+            failed.append((scheduled.request, error))
+    batch.requests = requests
+    return inputs, failed
 
 
 def with_mask(request: Request, tree: TokenTree, adjustment: Adjustment | None, vocabulary: int) -> Adjustment | None:

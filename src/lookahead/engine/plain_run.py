@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.tree import TokenTree
+from lookahead.engine.batch import ScheduledBatch
 from lookahead.engine.request import Request
-from lookahead.engine.scheduler import ScheduledBatch
 
 LONGEST_RUN = 4
 """Steps without draft tokens that are counted: one more tells nothing new about the next step."""

@@ -54,20 +54,27 @@ class Request:
 
 
 @dataclass(slots=True)
+class PassTimes:
+    """How long the stages of a forward pass took, the two of the host per request."""
+
+    propose: float = 0.0
+    forward: float = 0.0
+    accept: float = 0.0
+
+
+@dataclass(slots=True)
 class StepResult:
-    """A request's result of a forward pass: its input, its output, and the time of each stage.
+    """A request's result of a forward pass: its input, its output, and the times of the pass.
 
     `accepted` is what its targets confirm, before stop rules are applied, or the exception that verifying raised; None
-    if it has not been verified.
+    if it has not been verified. It is created while the device runs, and its output and `accepted` are set later.
     """
 
     request: Request
     input: StepInput
     output: StepOutput
     accepted: Verdict | Exception | None = None
-    propose_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    accept_seconds: float = 0.0
+    times: PassTimes = field(default_factory=PassTimes)
 
 
 class Noise(Protocol):

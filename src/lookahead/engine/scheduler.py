@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
-from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, Backend
 from lookahead.backends.exact import exact_limits
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.prompts import prompt_chunk
+from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
 from lookahead.engine.request import Request, Verifier
 
 LEAST_SHARED = 256
@@ -24,50 +23,6 @@ tokens: the rest of the prompt then takes a pass of its own."""
 RETRY_STEPS = 64
 """Steps after which a request that did not fit is tried again even if no other has finished: running sequences free the
 pages behind a sliding window, about one per 64 tokens."""
-
-
-@dataclass(slots=True)
-class ScheduledRequest:
-    """A request in a pass: its prompt chunk, whose tokens are not cached yet, then its tree.
-
-    Only the last chunk of a prompt has a tree. A decoding request has an empty chunk, which counts as the last one, or
-    the accepted tokens of its last pass: where a draft token was refused, a chain backend `runs_again` what it had run.
-    """
-
-    request: Request
-    chunk: Sequence[int] = ()
-    is_last_chunk: bool = True
-    tree: TokenTree = field(default_factory=lambda: NO_TREE)
-    runs_again: bool = False
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """The requests of one forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
-
-    The prompts in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
-    `propose_seconds` is the time per tree that proposing took. `ran_ahead`: the backend may already run it, because it
-    follows a step whose `next_is_plain` (see `plain_run`).
-    """
-
-    requests: list[ScheduledRequest]
-    max_tree_tokens: int | None = None
-    prefilling: list[Request] = field(default_factory=list)
-    rows: int = 0
-    propose_seconds: float = 0.0
-    ran_ahead: bool = False
-    next_is_plain: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all chunks and trees."""
-        return sum([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
-
-    def rows_run(self, *, pads: bool) -> int:
-        """The rows that the backend runs. If it `pads`, every request has as many as the longest one."""
-        if not pads:
-            return self.tokens
-        return len(self.requests) * max([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
 
 
 def most_sequences(backend: Backend, wanted: int) -> int:
@@ -93,6 +48,7 @@ class Scheduler:
         self.preemptions = 0
         self.weights = 0  # how often the model's weights have changed
         self._retry_in = 0  # steps until the next request, which did not fit, is tried again
+        self._steady: list[ScheduledRequest] = []  # all running requests if they all decode, until that changes
 
     # Requests.
 
@@ -113,11 +69,15 @@ class Scheduler:
                 "smaller batch"
             )
         request.keeps_slot = True
-        self.running[request.id] = request
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
+        """Let a request that has a slot run from the next step on."""
+        self.running[request.id], self._steady = request, []
 
     def remove(self, request: Request) -> None:
         """Remove a request, and free its K/V."""
-        self._retry_in = 0
+        self._retry_in, self._steady = 0, []
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
@@ -144,6 +104,8 @@ class Scheduler:
         """The batches of the next step, which include every decoding request."""
         self._retry_in = max(0, self._retry_in - 1)
         self._admit()
+        if self._steady:
+            return [self._decoding_batch([*self._steady])]
         decoding, prefilling, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
             if len(request.sequence.tokens) - 1 == cached(request.slot) or self._runs_again(request):
@@ -161,6 +123,9 @@ class Scheduler:
             return []
         most = self.backend.most_rows
         if len({request.inexact for request in self.running.values()}) == 1:
+            if not prefilling and self.backend.capabilities.branches:  # then a request that decodes continues to do so
+                self._steady = [self._decoding(request) for request in decoding]
+                return [self._decoding_batch([*self._steady])]
             return [self._mixed_batch(decoding, prefilling, most)]
         return [
             self._mixed_batch(
@@ -210,7 +175,7 @@ class Scheduler:
                 self.backend.close(request.slot)
                 request.slot, self._retry_in = -1, RETRY_STEPS
                 return
-            self.running[request.id] = self.waiting.popleft()
+            self._run(self.waiting.popleft())
             request.cached = self.backend.length(request.slot)
             request.sequence.stats.queue_seconds += perf_counter() - request.queued_at
 
@@ -222,8 +187,7 @@ class Scheduler:
         """
         most_nodes = self.backend.most_nodes
         if not prefilling:
-            most = rows if most_nodes is None else min(rows, max(len(decoding), most_nodes))
-            return ScheduledBatch([self._decoding(request) for request in decoding], most, [], rows)
+            return self._decoding_batch([self._decoding(request) for request in decoding])
         blocked = self._blocked_verifiers(prefilling)
         requests = [self._decoding(request) for request in decoding if request.verifier not in blocked]
         if requests:
@@ -238,6 +202,11 @@ class Scheduler:
         if most_nodes is not None:  # every prompt may reach its root
             tree_tokens = min(tree_tokens, max(len(requests), most_nodes - len(waiting)))
         return ScheduledBatch(requests, tree_tokens, list(waiting), rows)
+
+    def _decoding_batch(self, requests: list[ScheduledRequest]) -> ScheduledBatch:
+        """One pass of requests that all decode."""
+        rows, nodes = self.backend.most_rows, self.backend.most_nodes
+        return ScheduledBatch(requests, rows if nodes is None else min(rows, max(len(requests), nodes)), [], rows)
 
     def fill_with_chunks(self, batch: ScheduledBatch) -> None:
         """Fill the rows that the trees leave with prompt chunks. A prompt's last chunk has a bare root as its tree."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
+from lookahead.engine.batch import ScheduledBatch
 from lookahead.engine.logprobs import logprobs_of
 from lookahead.engine.request import Event, Request, StepResult, Verifier
-from lookahead.engine.scheduler import ScheduledBatch
 
 
 @dataclass(slots=True)
@@ -71,10 +71,11 @@ class FinishedStep:
         for result, verdict in self.accepted:
             request, tree = result.request, result.input.tree
             request.sequence.count_step(tree, verdict)
+            times = result.times
             request.sequence.stats.count_times(
-                result.propose_seconds,
-                result.forward_seconds + self.commit_seconds,
-                self.absorb_seconds + result.accept_seconds,
+                times.propose,
+                times.forward + self.commit_seconds,
+                self.absorb_seconds + times.accept,
                 self.time - request.begin,
             )
             event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, tree.size - tree.branch)
@@ -91,11 +92,10 @@ def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | Non
 
     If a verifier raises, all its requests get the exception.
     """
-    verdicts, groups = list[Verdict | Exception | None](), dict[Verifier, list[int]]()
-    for index, result in enumerate(results):
-        verdicts.append(result.accepted)
-        if result.request.verifier is not None:
-            groups.setdefault(result.request.verifier, []).append(index)
+    verdicts, groups = [result.accepted for result in results], dict[Verifier, list[int]]()
+    for index, verifier in enumerate([result.request.verifier for result in results]):
+        if verifier is not None:
+            groups.setdefault(verifier, []).append(index)
     for verifier, indices in groups.items():
         try:
             found: Sequence[Verdict | Exception] = verifier([results[index] for index in indices])

@@ -199,12 +199,13 @@ class Slots:
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the root and these nodes of each slot. The root's K/V is in its cell; those of the nodes are pending."""
+        by_number, kept = self.by_number, self.kept
         for number, path in accepted:
-            slot = self.by_number[number]
+            slot = by_number[number]
             if path and path[-1] != len(path):  # some nodes are not right after the root
                 self._add_moves(slot, path)
-            if self.kept is not None:
-                self.kept.commit(slot.table_index, slot.kept, path, begins=slot.length == 0)
+            if kept is not None:
+                kept.commit(slot.table_index, slot.kept, path, begins=slot.length == 0)
             slot.length += 1 + len(path)
 
     def _add_moves(self, slot: Slot, path: Sequence[int]) -> None:
@@ -212,10 +213,14 @@ class Slots:
         sequence may free some of its pages, or end, before they run. That is safe: a step runs its moves before it
         writes anything."""
         self.pending_commits += len(self.pending_moves[0]) // 2, len(path)
-        for group, moves in enumerate(self.pending_moves):
-            for target, node in enumerate(path, start=1):
-                source = self.cell(slot, group, slot.length + node)
-                moves += source, self.cell(slot, group, slot.length + target)
+        size, root = self.page_size, slot.length
+        for table, moves in zip(slot.tables, self.pending_moves, strict=True):
+            pages = table.pages
+            for target, source in enumerate([root + node for node in path], start=root + 1):
+                moves += (
+                    (pages[source // size] + 1) * size + source % size,
+                    (pages[target // size] + 1) * size + target % size,
+                )
 
     def take_pending(self) -> tuple[list[int], list[list[int]]]:
         """The pending commits and their moves. They then count as done."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lookahead.algorithm.tree import TokenTree, visibility
+from lookahead.algorithm.tree import TokenTree
+from lookahead.algorithm.visibility import visibility
 
 GRAINS = (1, 2)
 """Subtrees are split until none is larger than an even share divided by the grain. Coarse pieces recompute fewer common

@@ -74,11 +74,8 @@ def forest(*shapes: tuple[WindowLayout, int]) -> list[TokenTree]:
     tokens, parents = [rng.randrange(1000) for _ in range(rows)], list[int]()
     for layout, drafted in shapes:
         parents += [*layout.parents, *[rng.randrange(layout.size + node) for node in range(drafted)]]
-    joined, start, trees = Forest(array("i", [*tokens, *parents, *[0] * 2 * rows]), rows), 0, list[TokenTree]()
-    for layout, drafted in shapes:
-        trees.append(TokenTree.of_forest(joined, start, layout, drafted, 0.0))
-        start += trees[-1].size
-    return trees
+    joined = Forest(array("i", [*tokens, *parents, *[0] * 2 * rows]), rows)
+    return joined.trees(*zip(*shapes, strict=True), [0.0] * len(shapes))
 
 
 FORESTS = {

@@ -72,18 +72,15 @@ class NativeDrafter:
         self, drafts: Sequence[Draft], limits: StepLimits = NO_LIMITS
     ) -> tuple[list[TokenTree], float | None]:
         # 1. C's inputs for every sequence.
-        steps, numbers, rows, drafted, searched = list[int](), list[Numbers](), 0, 0, 0
+        steps, numbers = list[int](), list[Numbers]()
         alive = list[Any]()  # memory that must outlive the call
         for draft in drafts:
-            cached, most = draft.cached, draft.max_tokens
-            if cached is None:
-                steps.append(self._step(draft, numbers, alive))
-            else:
-                steps.append(cached.step or self._cache(draft))
-            if most > 0 and draft.candidates is not None:
-                searched += 1
-                drafted += most
-            rows += draft.layout.size
+            cached = draft.cached
+            steps.append(self._step(draft, numbers, alive) if cached is None else cached.step or self._cache(draft))
+        layouts = [draft.layout for draft in drafts]
+        rows = sum([layout.size for layout in layouts])
+        mosts = [draft.max_tokens for draft in drafts if draft.max_tokens > 0 and draft.candidates is not None]
+        drafted, searched = sum(mosts), len(mosts)
         self._searched = searched
         # 2. Search, choose draft tokens, write the trees.
         times: npt.NDArray[np.float64] | array[float] | None
@@ -108,11 +105,10 @@ class NativeDrafter:
         )  # fmt: skip
         # 3. The trees, which share one forest.
         nodes = rows + sum(counts)
-        step, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes)
-        for draft, count, sum_of_scores in zip(drafts, counts, expected, strict=False):
-            step.append(TokenTree.of_forest(forest, start, draft.layout, count, sum_of_scores))
-            start += draft.layout.size + count
-        return step, expected[len(drafts)] if refuses else None
+        refused = expected.pop()
+        forest = Forest(trees[: 4 * nodes], nodes)
+        step = forest.trees(layouts, counts, expected)
+        return step, refused if refuses else None
 
     def _step(self, draft: Draft, numbers: list[Numbers], alive: list[Any]) -> int:
         """The address of a draft's `Step`. Its integers are added to `numbers`, and its memory to `alive`."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.algorithm.tree import below_chunk, dense_visibility
+from lookahead.algorithm.tree import below_chunk
+from lookahead.algorithm.visibility import dense_visibility
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import BLOCK, Integers, cells_of, positions_of
 from lookahead.backends.cpu.groups import Group

@@ -13,7 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.tree import below_chunk, dense_visibility
+from lookahead.algorithm.tree import below_chunk
+from lookahead.algorithm.visibility import dense_visibility
 from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.eager.kv import KVBuffer, StepCache

@@ -26,7 +26,8 @@ class LaunchedStep:
 
     `starts` are the indices of each input's first needed row, `lengths` the positions of the roots. `ahead`: the number
     of steps since the last one with a packet. `kept`: for a step ahead of a model with recurrent states, its first row
-    among the kept ones. `results`, and with them the `outputs`, are filled by `read`.
+    among the kept ones. `results`, and with them the `outputs`, are filled by `read`; if it `reads_more`, some outputs
+    have logits or log-probabilities.
     """
 
     inputs: list[StepInput]
@@ -36,12 +37,14 @@ class LaunchedStep:
     ahead: int = 0
     kept: int = 0
     outputs: list[StepOutput] | None = None
+    reads_more: bool = False
     results: StepResults = field(default_factory=StepResults)
 
     def make_outputs(self) -> list[StepOutput]:
         """Create the outputs, still without results, while the device runs."""
-        ends = [*self.starts[1:], self.starts[-1] + len(self.inputs[-1].tree.needed)]
+        ends = [*self.starts[1:], self.starts[-1] + self.inputs[-1].tree.needed_count]
         self.outputs, results = [], self.results
+        self.reads_more = any(sequence.logits or sequence.logprobs is not None for sequence in self.inputs)
         for start, end, sequence in zip(self.starts, ends, self.inputs, strict=True):
             self.outputs.append(StepOutput.of_results(results, start, end, sequence.top))
         return self.outputs
@@ -50,8 +53,8 @@ class LaunchedStep:
         """Copy the results, which have arrived on the host."""
         running, outputs = self.running, self.make_outputs() if self.outputs is None else self.outputs
         # One copy of everything: a NumPy call takes as long for all inputs as for one.
-        self.results.rows = running.results(self.starts[-1] + len(self.inputs[-1].tree.needed))
-        for start, sequence, output in zip(self.starts, self.inputs, outputs, strict=True):
+        self.results.rows = running.results(self.starts[-1] + self.inputs[-1].tree.needed_count)
+        for start, sequence, output in zip(self.starts, self.inputs, outputs, strict=True) if self.reads_more else ():
             if sequence.logits or sequence.logprobs is not None:
                 end = start + len(sequence.tree.needed)
                 if sequence.logits and end > start:

@@ -91,7 +91,7 @@ def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: Devic
     trees, chunks = [sequence.tree.size for sequence in inputs], [len(sequence.chunk) for sequence in inputs]
     needed, sampler, plain = 0, Sampler.GREEDY, True
     for sequence in inputs:
-        needed += len(sequence.tree.needed)
+        needed += sequence.tree.needed_count
         if sequence.uniforms:
             sampler = Sampler.INVERSE_CDF
         if sequence.adjustment is not None or sequence.logprobs is not None or sequence.noise:
@@ -132,7 +132,10 @@ def _forward_kind(
             size = _faster_size(trees, chunks, lengths, group)
             row_counts = [*trees, *chunks]
         block = queries_per_tile(shape.dim, size)
-        tiles = sum([-(-count * group // block) for count in row_counts])
+        if largest * group <= block and not any_chunk:  # one for each tree
+            tiles = len(trees)
+        else:
+            tiles = sum([-(-count * group // block) for count in row_counts])
         grid = Grid.SINGLE if tiles <= -(-rows * group // block) else Grid.SPLIT
         if tiles > most_split(shape, device.processors, size):
             grid = Grid.UNSPLIT

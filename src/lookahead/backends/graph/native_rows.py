@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from struct import pack
 from typing import Any
 
 from lookahead.algorithm.native.build import check_result
@@ -38,8 +39,8 @@ class NativeRows:
         self, slots: Sequence[int], lengths: Sequence[int], nodes: Sequence[int], needed: Sequence[int], forest: Forest
     ) -> list[int]:
         """Write the rows of all sequences. Returns the number of tiles of each head shape."""
-        sequences = array("i", [*slots, *lengths, *nodes, *needed])
-        (address, _), (counts, _) = sequences.buffer_info(), self._counts.buffer_info()
-        trees = forest.numbers.buffer_info()[0]
-        check_result(self._c.packet_write_rows(self._fields, self._shapes, address, len(slots), trees, counts))
+        count = len(slots)
+        sequences = pack(f"{4 * count}i", *slots, *lengths, *nodes, *needed)
+        trees, counts = forest.numbers.buffer_info()[0], self._counts.buffer_info()[0]
+        check_result(self._c.packet_write_rows(self._fields, self._shapes, sequences, count, trees, counts))
         return self._counts.tolist()
