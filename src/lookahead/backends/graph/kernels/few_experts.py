@@ -46,20 +46,75 @@ def _pairs_of(
 @triton.jit
 def _finished(
     partials, bias, scales, pair, expert, n, mask, N, scale_row, scale_group,
-    PAIRS: tl.constexpr, SPLITS: tl.constexpr, AFTER: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, E8M0: tl.constexpr,
-    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, AFTER: tl.constexpr, SCALE_ROWS: tl.constexpr, E8M0: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A pair's products with rows n of its expert, with bias, rounded: n [columns, 1], pair and expert [1, rows]."""
-    total = tl.zeros(mask.shape, tl.float32)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for split in tl.static_range(SPLITS):
         cell = partials + (split * PAIRS + pair).to(tl.int64) * N + n
         total += tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
     if AFTER:
         row = expert * N + n
-        total *= _scales(scales, row, row * 0, mask, 1, scale_row, scale_group, ROWS_PER_SCALE, 0, E8M0)
+        total *= _scales(scales, row, row * 0, mask, 1, scale_row, scale_group, SCALE_ROWS, 0, E8M0)
     if bias is not None:
         total += tl.load(bias + expert * N + n, mask=mask, other=0.0).to(tl.float32)
     return total.to(DTYPE)
+
+
+@triton.jit
+def _sum_experts(
+    partials, bias, scales, chosen, row_weights, shared, shared_bias, shared_weights, out, n, N,
+    scale_row, scale_group, out_stride,
+    ROWS: tl.constexpr, TOP: tl.constexpr, SPLITS: tl.constexpr, AFTER: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    E8M0: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns n [BLOCK_N] of all rows: as `experts.combine`."""
+    row, column = tl.arange(0, ROWS)[None, :], n[:, None]
+    used = (column < N) & (tl.load(chosen + row * TOP) >= 0)
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for rank in tl.static_range(TOP):
+        pair = row * TOP + rank
+        done = _finished(
+            partials, bias, scales, pair, tl.load(chosen + pair), column, used, N, scale_row, scale_group,
+            ROWS * TOP, SPLITS, AFTER, SCALE_ROWS, E8M0, BLOCK_N, ROWS, out.dtype.element_ty,
+        ).to(tl.float32)  # fmt: skip
+        total = tl.fma(done, tl.broadcast_to(tl.load(row_weights + pair), [BLOCK_N, ROWS]), total)
+    if shared is not None:
+        total = with_shared(total, shared, shared_bias, shared_weights, row, column, used, N)
+    total = tl.where(used, total, 0.0)
+    target = out + row.to(tl.int64) * out_stride + column
+    tl.store(target, total.to(out.dtype.element_ty), mask=(column < N) & (row < ROWS))
+
+
+@triton.jit
+def _activate_pairs(
+    partials, bias, scales, chosen, out, expert, index, tile, N, scale_row, scale_group, out_stride, a, b, c, d,
+    ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SPLITS: tl.constexpr, AFTER: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, E8M0: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of columns of an expert's pairs: as `activations.activate`."""
+    pairs, known = _pairs_of(expert, chosen, index, ROWS, ROWS, TOP, TOP_WIDTH)
+    own, pair = tl.maximum(expert, 0), pairs[None, :]
+    INNER: tl.constexpr = BLOCK_N // 2 if ALTERNATE else BLOCK_N
+    width = N // 2 if GATED else N
+    column = (tile * INNER + tl.arange(0, INNER))[:, None]
+    inside = (column < width) & known[None, :]
+    first = 2 * column if ALTERNATE else column
+    inner = _finished(
+        partials, bias, scales, pair, own, first, inside, N, scale_row, scale_group,
+        ROWS * TOP, SPLITS, AFTER, SCALE_ROWS, E8M0, INNER, ROWS, out.dtype.element_ty,
+    )  # fmt: skip
+    up = inner
+    if GATED:
+        second = first + 1 if ALTERNATE else width + column
+        up = _finished(
+            partials, bias, scales, pair, own, second, inside, N, scale_row, scale_group,
+            ROWS * TOP, SPLITS, AFTER, SCALE_ROWS, E8M0, INNER, ROWS, out.dtype.element_ty,
+        )  # fmt: skip
+    active = activated(inner, up, a, b, c, d, GATED, ACTIVATION)
+    tl.store(out + pair.to(tl.int64) * out_stride + column, active, mask=inside)
 
 
 @triton.jit
@@ -137,40 +192,16 @@ def _multiply_few(
         tl.store(arrived + number, 0)
         SCALED: tl.constexpr = KIND >= 0 and AFTER and GROUP == 0
         if COMBINES:
-            row, column = tl.arange(0, ROWS)[None, :], n[:, None]
-            used = (column < N) & (tl.load(chosen + row * TOP) >= 0)
-            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for rank in tl.static_range(TOP):
-                pair = row * TOP + rank
-                done = _finished(
-                    partials, bias, scales, pair, tl.load(chosen + pair), column, used, N, scale_row, scale_group,
-                    ROWS * TOP, SPLITS, SCALED, SCALE_ROWS, E8M0, out.dtype.element_ty,
-                ).to(tl.float32)  # fmt: skip
-                total = tl.fma(done, tl.broadcast_to(tl.load(row_weights + pair), [BLOCK_N, ROWS]), total)
-            if shared is not None:
-                total = with_shared(total, shared, shared_bias, shared_weights, row, column, used, N)
-            total = tl.where(used, total, 0.0)
-            target = out + row.to(tl.int64) * out_stride + column
-            tl.store(target, total.to(out.dtype.element_ty), mask=(column < N) & (row < ROWS))
-        else:
-            pairs, known = _pairs_of(expert, chosen, index, ROWS, ROWS, TOP, TOP_WIDTH)
-            INNER: tl.constexpr = BLOCK_N // 2 if ALTERNATE else BLOCK_N
-            WIDTH = N // 2 if GATED else N
-            inner = (tile % groups * INNER + tl.arange(0, INNER))[:, None]
-            gate = 2 * inner if ALTERNATE else inner
-            inside = (inner < WIDTH) & known[None, :]
-            active = _finished(
-                partials, bias, scales, pairs[None, :], own, gate, inside, N, scale_row, scale_group,
-                ROWS * TOP, SPLITS, SCALED, SCALE_ROWS, E8M0, out.dtype.element_ty,
+            _sum_experts(
+                partials, bias, scales, chosen, row_weights, shared, shared_bias, shared_weights, out, n, N,
+                scale_row, scale_group, out_stride, ROWS, TOP, SPLITS, SCALED, SCALE_ROWS, E8M0, BLOCK_N,
             )  # fmt: skip
-            up = active
-            if GATED:
-                up = _finished(
-                    partials, bias, scales, pairs[None, :], own, gate + 1 if ALTERNATE else WIDTH + inner, inside, N,
-                    scale_row, scale_group, ROWS * TOP, SPLITS, SCALED, SCALE_ROWS, E8M0, out.dtype.element_ty,
-                )  # fmt: skip
-            active = activated(active, up, a, b, c, d, GATED, ACTIVATION)
-            tl.store(out + pairs.to(tl.int64)[None, :] * out_stride + inner, active, mask=inside)
+        else:
+            _activate_pairs(
+                partials, bias, scales, chosen, out, expert, index, number % groups, N, scale_row, scale_group,
+                out_stride, a, b, c, d, ROWS, TOP, TOP_WIDTH, SPLITS, SCALED, SCALE_ROWS, E8M0, GATED, ALTERNATE,
+                ACTIVATION, BLOCK_N,
+            )  # fmt: skip
 
 
 def can_activate(out: int, finish: Finish, block_n: int) -> bool:
