@@ -145,10 +145,8 @@ def _multiply_few(
     own = tl.maximum(expert, 0)  # -1 where all rows are padding: there is nothing to multiply
     weights += own.to(tl.int64) * N * stride
     # 2. The sum over one split of K.
-    if KIND < 0:
-        blocks = tl.cdiv(K, BLOCK_K)
-    else:
-        blocks = tl.cdiv(K, 256 if KIND >= 2 else 128)
+    COLUMNS: tl.constexpr = BLOCK_K if KIND < 0 else (256 if KIND >= 2 else 128)
+    blocks = tl.cdiv(K, COLUMNS)
     per = tl.cdiv(blocks, SPLITS)
     first = split * per
     last = tl.where(expert < 0, first, tl.minimum(first + per, blocks))
@@ -177,8 +175,8 @@ def _multiply_few(
             )  # fmt: skip
     cell = partials + (split * ROWS * TOP + pairs).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(cell, part, mask=known[None, :] & (n < N)[:, None])
-    # 3. The last program whose sums belong together finishes: of a tile, or of the tiles of gate and up, for one expert;
-    # or of all experts.
+    # 3. The last program whose sums belong together finishes: of a tile, or the tiles of gate and up, of one expert; or
+    # of a tile of all experts.
     HALVES: tl.constexpr = GATED and not ALTERNATE and not COMBINES
     if COMBINES:
         number, expected = tile, count * SPLITS

@@ -95,7 +95,9 @@ class MoELayer:
         rows, top_k = step.kind.rows, self.spec.router.top_k
         return step.buffers.rows(name, top_k * size)[:rows].view(rows * top_k, size)
 
-    def _plan_few(self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish) -> Run:
+    def _plan_few(
+        self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish
+    ) -> Run:
         """Three launches: what follows a product is done by its last programs."""
         rows, router, sequence_of = step.kind.rows, self.spec.router, step.rows[0].sequence_of
         active = self._pairs(step, "expert_active", self.down.width)
@@ -109,7 +111,9 @@ class MoELayer:
 
         return run
 
-    def _plan_many(self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish) -> Run:
+    def _plan_many(
+        self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish
+    ) -> Run:
         """Six launches."""
         rows, spec, ops, sequence_of = step.kind.rows, self.spec, self._ops, step.rows[0].sequence_of
         sizes = {"expert_gate_up": self.gate_up.out, "expert_active": self.down.width, "expert_parts": self.down.out}
