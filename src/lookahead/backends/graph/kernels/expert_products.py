@@ -130,7 +130,7 @@ class ExpertProducts:
         (launch, splits), memory = self._router_launch(weight, FEW_ROWS), self._memory
 
         def run(x: torch.Tensor, sequence_of: torch.Tensor) -> None:
-            if gate is not None:
+            if gate is not None and logits is not None:
                 last_columns(x, gate, logits)
             choose_for_few(x, weight, bias, logits, router, sequence_of, self.rows, launch, splits, memory)
 
@@ -170,8 +170,9 @@ class ExpertProducts:
         if isinstance(weights, QuantisedWeights):
             splits = splits_of(weights, top_k)
             return self._quantised.tile(weights, FEW_ROWS, splits), splits, weights.out
-        splits = grouped.splits_of(*weights.shape[1:], top_k)
-        return launch_of(FEW_ROWS, splits), splits, weights.shape[1]
+        _, out, width = weights.shape
+        splits = grouped.splits_of(out, width, top_k)
+        return launch_of(FEW_ROWS, splits), splits, out
 
     def _launch(self, weights: Weights, rows: int, top_k: int) -> tuple[Tile | Launch, int, int]:
         """The launch of a product with experts, its splits, and its most tiles of pairs."""

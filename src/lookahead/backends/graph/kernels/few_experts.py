@@ -9,6 +9,8 @@ and writes the result. So a row has the bits that it has in larger steps, whose 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -227,26 +229,26 @@ def multiply_few(
     An activation: x [at least R, K] -> out [R x top_k, columns of the activation]. A sum: x [R x top_k, K] -> out [R,
     N], zero for padding rows. weights and bias [E, N] as in `grouped.multiply` and `quantised.multiply`.
     """
-    own = weights if isinstance(weights, QuantisedWeights) else None
-    if own is None:
-        assert isinstance(weights, torch.Tensor)
-        _, wide, width = weights.shape
-        matrix, given, scale_strides = weights, (None,) * 4, (0, 0)
-        options = dict.fromkeys(("AFTER", "E8M0", "WORDS", "PADDED", "INTERLEAVED", "PTX"), False)
-        options |= {"KIND": -1, "SCALE_ROWS": 1, "GROUP": 0, "CHUNKS": 1, "EVEN": width % BLOCK_K == 0}
-    else:
-        wide, width, matrix = own.out, own.width, own.codes
-        scales = own.scales if own.words is None else own.words
-        given, scale_strides = (scales, own.zeros, own.offsets, own.order), scales.stride()
+    options: dict[str, Any]
+    given: tuple[torch.Tensor | None, ...] = (None,) * 4
+    scale_strides: tuple[int, ...] = (0, 0)
+    if isinstance(weights, QuantisedWeights):
+        assert isinstance(launch, Tile)
+        wide, width, matrix = weights.out, weights.width, weights.codes
+        scales = weights.scales if weights.words is None else weights.words
+        given, scale_strides = (scales, weights.zeros, weights.offsets, weights.order), scales.stride()
         if ptx is None:
             ptx = x.is_cuda and torch.version.hip is None and x.dtype is torch.bfloat16
-        assert isinstance(launch, Tile)
         options = {
-            "KIND": KINDS[own.format.codes], "SCALE_ROWS": own.format.rows, "GROUP": own.format.group,
-            "AFTER": own.scales_after, "E8M0": own.scales.dtype is torch.uint8, "WORDS": own.words is not None,
-            "PADDED": own.is_padded, "INTERLEAVED": own.interleaved, "PTX": ptx, "CHUNKS": launch.chunks,
-            "EVEN": False,
+            "KIND": KINDS[weights.format.codes], "SCALE_ROWS": weights.format.rows, "GROUP": weights.format.group,
+            "AFTER": weights.scales_after, "E8M0": weights.scales.dtype is torch.uint8,
+            "WORDS": weights.words is not None, "PADDED": weights.is_padded, "INTERLEAVED": weights.interleaved,
+            "PTX": ptx, "CHUNKS": launch.chunks, "EVEN": False,
         }  # fmt: skip
+    else:
+        (_, wide, width), matrix = weights.shape, weights
+        options = dict.fromkeys(("AFTER", "E8M0", "WORDS", "PADDED", "INTERLEAVED", "PTX"), False)
+        options |= {"KIND": -1, "SCALE_ROWS": 1, "GROUP": 0, "CHUNKS": 1, "EVEN": width % BLOCK_K == 0}
     combines = finish.activation is None
     a, b, c, d = (*finish.constants, *[0.0] * (4 - len(finish.constants)))
     weighed = experts.shared if combines and finish.gated else None
