@@ -91,7 +91,7 @@ def listed(chosen: list[list[int]], experts: int, block: int, device: torch.devi
     for expert, own in enumerate(pairs):
         rows.table[expert, : len(own)] = torch.tensor(own, dtype=torch.int32)
     rows.counts.copy_(torch.tensor([len(own) for own in pairs]))
-    rows.tiles[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
+    rows.tiles[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
     rows.numbers[0] = len(tiles)
     rows.chosen.copy_(torch.tensor(chosen).flatten())
     return rows

@@ -50,6 +50,20 @@ def _activated(x, a, b, c, d, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def activated(inner, up, a, b, c, d, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The activation of `inner`, and if GATED its product with `up`, in their dtype; with constants a, b, c, d."""
+    if GATED and ACTIVATION == "clamped":
+        gate = tl.minimum(inner.to(tl.float32), a)
+        wide = tl.minimum(tl.maximum(up.to(tl.float32), -a), a)
+        active = (gate / (1 + tl.exp(-gate * b)) * (wide + 1)).to(inner.dtype)
+    else:
+        active = _activated(inner.to(tl.float32), a, b, c, d, ACTIVATION).to(inner.dtype)
+        if GATED:
+            active = active * up
+    return active
+
+
+@triton.jit
 def _activate(
     x, bias, out, a, b, c, d, gate_scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr,
@@ -69,14 +83,7 @@ def _activate(
             up = up + tl.load(bias + second, mask=inside, other=0.0)
     if SCALED:
         inner = (inner.to(tl.float32) * gate_scale).to(inner.dtype)
-    if GATED and ACTIVATION == "clamped":
-        gate = tl.minimum(inner.to(tl.float32), a)
-        wide = tl.minimum(tl.maximum(up.to(tl.float32), -a), a)
-        active = (gate / (1 + tl.exp(-gate * b)) * (wide + 1)).to(inner.dtype)
-    else:
-        active = _activated(inner.to(tl.float32), a, b, c, d, ACTIVATION).to(inner.dtype)
-        if GATED:
-            active = active * up
+    active = activated(inner, up, a, b, c, d, GATED, ACTIVATION)
     tl.store(out + row * WIDTH + column, active, mask=inside)
 
 

@@ -12,11 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.models.feed_forward import Router, Scoring
-
-NO_KEY = tl.constexpr(-(1 << 63))
-"""The key of what may not be chosen."""
-SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2, Scoring.SPARSE_MIXER: 3}
+from lookahead.backends.graph.kernels.choice import best_experts, choice_options
+from lookahead.models.feed_forward import Router
 
 
 @dataclass(slots=True)
@@ -64,100 +61,22 @@ def most_tiles(rows: int, top_k: int, experts: int, block: int) -> int:
 
 
 @triton.jit
-def _keys(values, number, WIDTH: tl.constexpr):
-    """64-bit integers in the order of values fp32 [WIDTH], of equal ones the first largest: one maximum finds both."""
-    values = tl.where(values == 0, 0.0, values)  # -0 is not less than 0
-    bits = values.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (WIDTH - 1 - number).to(tl.int64)
-
-
-@triton.jit
-def _best(keys, number, WIDTH: tl.constexpr):
-    """The index of the largest key, its value, and the keys without it."""
-    best = tl.max(keys, 0)
-    at = WIDTH - 1 - (best & (WIDTH - 1)).to(tl.int32)
-    ordered = (best >> 32).to(tl.int32)
-    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return at, value, tl.where(number == at, NO_KEY, keys)
-
-
-@triton.jit
-def _of_kept_groups(
-    keys, number, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The keys without those of groups that are not kept."""
-    SIZE: tl.constexpr = EXPERTS // GROUPS
-    sums = tl.zeros([WIDTH], tl.float32)
-    for own in tl.static_range(GROUPS):
-        left = tl.where(number // SIZE == own, keys, NO_KEY)
-        total = 0.0
-        for _ in tl.static_range(BEST):
-            at, value, left = _best(left, number, WIDTH)
-            total += value
-        sums = tl.where(number == own, total, sums)
-    groups = tl.where(number < GROUPS, _keys(sums, number, WIDTH), NO_KEY)
-    kept = number < 0
-    for _ in tl.static_range(KEPT):
-        at, value, groups = _best(groups, number, WIDTH)
-        kept = kept | (number // SIZE == at)
-    return tl.where(kept, keys, NO_KEY)
-
-
-@triton.jit
 def _choose(
     logits, bias, choice_bias, expert_scale, sequence_of, chosen, weights, shared, table, counts, tiles, numbers,
     stride, rows, capacity, scale, jitter, sum_eps,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, WIDTH: tl.constexpr, TOP_WIDTH: tl.constexpr, SCORING: tl.constexpr,
-    NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    NORMALISED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, LOG: tl.constexpr,
+    TOP_LOG: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). The last program to arrive lists the tiles."""
     row = tl.program_id(0)
-    number, rank = tl.arange(0, WIDTH), tl.arange(0, TOP_WIDTH)
-    outside = number >= EXPERTS
-    own = tl.load(logits + row * stride + number, mask=number < EXPERTS, other=float("-inf"))
-    if bias is not None:
-        own += tl.load(bias + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
-    most = tl.max(own, 0)
-    if SCORING == 0:
-        scores = tl.exp(own - most)
-        scores = scores / tl.sum(scores, 0)
-    elif SCORING == 1:
-        scores = 1 / (1 + tl.exp(-own))
-    else:
-        scores = own
-    selection = scores
-    if choice_bias is not None:
-        selection += tl.load(choice_bias + number, mask=number < EXPERTS, other=0.0).to(tl.float32)
-    # A row with a NaN chooses some experts, too, and each of them once.
-    selection = tl.where(selection == selection, selection, float("-inf"))
-    keys = tl.where(outside, NO_KEY, _keys(selection, number, WIDTH))
-    if GROUPS > 1:
-        keys = _of_kept_groups(keys, number, EXPERTS, GROUPS, KEPT, BEST, WIDTH)
-    experts = tl.zeros([TOP_WIDTH], tl.int32)
-    found = tl.zeros([TOP_WIDTH], tl.float32)
-    for j in tl.static_range(TOP):
-        before = keys
-        at, score, keys = _best(keys, number, WIDTH)
-        if SCORING == 3:
-            size = tl.maximum(tl.abs(own), score)
-            near = (score - own <= 2 * jitter * size) & (before != NO_KEY)
-            score = 1 / tl.sum(tl.where(near, tl.exp(own - score), 0.0), 0)
-        elif choice_bias is not None:
-            score = tl.sum(tl.where(number == at, scores, 0.0), 0)
-        experts = tl.where(rank == j, at, experts)
-        found = tl.where(rank == j, score, found)
+    number, rank = tl.arange(0, WIDTH), tl.arange(0, TOP_WIDTH)[None, :]
+    own = tl.load(logits + row * stride + number[None, :], mask=number[None, :] < EXPERTS, other=0.0)
+    experts, found, _ = best_experts(
+        own, bias, choice_bias, expert_scale, scale, jitter, sum_eps,
+        1, EXPERTS, TOP, WIDTH, TOP_WIDTH, SCORING, NORMALISED, GROUPS, KEPT, BEST, LOG, TOP_LOG,
+    )  # fmt: skip
     inside = rank < TOP
-    if SCORING == 2:
-        found = tl.where(inside, tl.exp(found - tl.max(tl.where(inside, found, float("-inf")), 0)), 0.0)
-        found = found / tl.sum(found, 0)
-    if NORMALISED:
-        found = found / tl.maximum(tl.sum(tl.where(inside, found, 0.0), 0) + sum_eps, 1e-20)
-    found = found * scale
-    if expert_scale is not None:
-        found *= tl.load(expert_scale + experts, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         tl.store(shared + row, 1 / (1 + tl.exp(-tl.load(logits + row * stride + EXPERTS))))
     used = rank < tl.where(tl.load(sequence_of + row) >= 0, TOP, 0)
@@ -194,14 +113,11 @@ def choose_experts(
     sequence_of int32 [R] is -1 for padding rows. `block`: the pairs of a tile. `gated`: column E of the logits is that
     of the shared expert's gate, whose sigmoid is the shared expert's weight.
     """
-    rows, experts = len(sequence_of), router.logits.shape[0]
+    rows = len(sequence_of)
     _choose[(rows,)](
         logits, bias, router.choice_bias, router.expert_scale, sequence_of, out.chosen, out.weights, out.shared,
         out.table, out.counts, out.tiles, out.numbers, logits.stride(0), rows, out.capacity, router.scale,
-        router.jitter, router.sum_eps, EXPERTS=experts, TOP=router.top_k, WIDTH=triton.next_power_of_2(experts),
-        TOP_WIDTH=triton.next_power_of_2(router.top_k), SCORING=SCORINGS[router.scoring],
-        NORMALISED=router.normalised, GROUPS=router.groups, KEPT=router.kept_groups, BEST=router.group_best,
-        GATED=gated, BLOCK_M=block, num_warps=1,
+        router.jitter, router.sum_eps, **choice_options(router), GATED=gated, BLOCK_M=block, num_warps=1,
     )  # fmt: skip
 
 
@@ -212,6 +128,22 @@ def pairs_of_tile(number, tiles, counts, table, capacity, BLOCK_M: tl.constexpr)
     at = tl.load(tiles + 2 * number + 1) + tl.arange(0, BLOCK_M)
     known = at < tl.load(counts + expert)
     return expert, tl.load(table + expert * capacity + at, mask=known, other=0), known
+
+
+@triton.jit
+def with_shared(total, shared, bias, weights, row, column, inside, width):
+    """The sum over a row's experts, plus the shared expert's output of these columns and its bias, times its weight.
+
+    Which product is rounded before an addition is not left to the compiler: the bits would depend on the kernel.
+    """
+    own = tl.load(shared + row.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        own += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if weights is not None:
+        total = tl.fma(own, tl.broadcast_to(tl.load(weights + row), own.shape), total)
+    else:
+        total += own
+    return total
 
 
 @triton.jit
@@ -227,14 +159,9 @@ def _combine(
     for rank in tl.static_range(TOP):
         pair = (row * TOP + rank).to(tl.int64)
         part = tl.load(parts + pair * width + column, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair)
+        total = tl.fma(part, tl.broadcast_to(tl.load(weights + pair), [BLOCK]), total)
     if shared is not None:
-        own = tl.load(shared + row.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
-        if shared_bias is not None:
-            own += tl.load(shared_bias + column, mask=inside, other=0.0).to(tl.float32)
-        if shared_weights is not None:
-            own *= tl.load(shared_weights + row)
-        total += own
+        total = with_shared(total, shared, shared_bias, shared_weights, row, column, inside, width)
     total = tl.where(inside, total, 0.0)
     tl.store(out + row.to(tl.int64) * width + column, total.to(out.dtype.element_ty), mask=column < width)
     if (row == 0) & (tl.program_id(1) == 0):

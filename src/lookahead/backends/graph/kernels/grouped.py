@@ -57,6 +57,28 @@ def launch_of(block_m: int, splits: int) -> Launch:
 
 
 @triton.jit
+def sum_of_columns(
+    at, own, inside, known, first, last, K,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The products of blocks first to last of the columns, [BLOCK_N, BLOCK_M]. at [1, BLOCK_M] and own [BLOCK_N, 1]
+    point to the rows of x and of the matrix."""
+    part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in range(first, last):
+        column = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN:
+            weight = tl.load(own + column[None, :], mask=inside, other=0.0)
+            given = tl.load(at + column[:, None], mask=known[None, :], other=0.0)
+        else:
+            weight = tl.load(own + column[None, :], mask=inside & (column < K)[None, :], other=0.0)
+            given = tl.load(at + column[:, None], mask=known[None, :] & (column < K)[:, None], other=0.0)
+        if own.dtype.element_ty != at.dtype.element_ty:
+            weight, given = weight.to(tl.float32), given.to(tl.float32)
+        part = tl.dot(weight, given, part, input_precision="ieee")
+    return part
+
+
+@triton.jit
 def _multiply(
     x, weights, bias, out, tiles, counts, table, numbers, partials, arrived,
     rows, capacity, N, K, x_stride, stride, out_stride,
@@ -85,19 +107,8 @@ def _multiply(
     per = tl.cdiv(blocks, SPLITS)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for split in range(first_split, last_split):
-        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for block in range(split * per, tl.minimum((split + 1) * per, blocks)):
-            column = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            if EVEN:
-                weight = tl.load(own + column[None, :], mask=inside, other=0.0)
-                given = tl.load(at + column[:, None], mask=known[None, :], other=0.0)
-            else:
-                weight = tl.load(own + column[None, :], mask=inside & (column < K)[None, :], other=0.0)
-                given = tl.load(at + column[:, None], mask=known[None, :] & (column < K)[:, None], other=0.0)
-            if weights.dtype.element_ty != x.dtype.element_ty:
-                weight, given = weight.to(tl.float32), given.to(tl.float32)
-            part = tl.dot(weight, given, part, input_precision="ieee")
-        total += part
+        first, last = split * per, tl.minimum((split + 1) * per, blocks)
+        total += sum_of_columns(at, own, inside, known, first, last, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K)
     if PARALLEL:
         number = tl.program_id(1) * tl.cdiv(N, BLOCK_N) + tile
         total, is_last = sum_of_splits(total, partials, arrived, number, first_split, SPLITS, BLOCK_N, BLOCK_M)

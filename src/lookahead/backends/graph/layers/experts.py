@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from lookahead.backends.graph.kernels.finish import Finish
 from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.dense import fuse_weights
@@ -74,27 +75,60 @@ class MoELayer:
         source, target = (step.buffers.rows(name, widths[name])[:rows] for name in (self._source, self._target))
         if ops.experts is None:
             return partial(_run_reference, spec, source, target)
-        top_k, sequence_of = spec.router.top_k, step.rows[0].sequence_of
-        sizes = {"expert_gate_up": self.gate_up.out, "expert_active": self.down.width, "expert_parts": self.down.out}
-        gate_up, active, parts = (
-            step.buffers.rows(name, widths[name])[:rows].view(rows * top_k, size) for name, size in sizes.items()
-        )
-        choose = ops.experts.plan_router(spec.router, self._router, self._router_bias, self._gate, rows)
-        multiply_in, multiply_out = self.gate_up.plan(rows, top_k), self.down.plan(rows, 1)
+        inner = Finish(spec.activation, spec.constants, gated=spec.gated, alternate=spec.alternate)
+        plan = self._plan_few if self.gate_up.takes_few(rows, spec.router, inner) else self._plan_many
         run_shared = None if self.shared is None else self.shared.plan(step)
         shared = None if self.shared is None else step.buffers.rows(SHARED, self.down.out)[:rows]
         bias = None if self.shared is None else self.shared.down.bias
+        outer = Finish(shared=shared, shared_bias=bias, gated=self._gate is not None)
+        run_experts = plan(step, source, target, inner, outer)
+
+        def run() -> None:
+            if run_shared is not None:
+                run_shared()
+            run_experts()
+
+        return run
+
+    def _pairs(self, step: StepContext, name: str, size: int) -> torch.Tensor:
+        """A buffer as [pairs of a row and an expert, size]."""
+        rows, top_k = step.kind.rows, self.spec.router.top_k
+        return step.buffers.rows(name, top_k * size)[:rows].view(rows * top_k, size)
+
+    def _plan_few(
+        self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish
+    ) -> Run:
+        """Three launches: what follows a product is done by its last programs."""
+        rows, router, sequence_of = step.kind.rows, self.spec.router, step.rows[0].sequence_of
+        active = self._pairs(step, "expert_active", self.down.width)
+        choose = self._ops.experts.plan_few_router(router, self._router, self._router_bias, self._gate, rows)
+        multiply_in, multiply_out = self.gate_up.plan_few(rows, inner), self.down.plan_few(rows, outer)
+
+        def run() -> None:
+            choose(source, sequence_of)
+            multiply_in(source, active)
+            multiply_out(active, target)
+
+        return run
+
+    def _plan_many(
+        self, step: StepContext, source: torch.Tensor, target: torch.Tensor, inner: Finish, outer: Finish
+    ) -> Run:
+        """Six launches."""
+        rows, spec, ops, sequence_of = step.kind.rows, self.spec, self._ops, step.rows[0].sequence_of
+        sizes = {"expert_gate_up": self.gate_up.out, "expert_active": self.down.width, "expert_parts": self.down.out}
+        gate_up, active, parts = (self._pairs(step, name, size) for name, size in sizes.items())
+        choose = ops.experts.plan_router(spec.router, self._router, self._router_bias, self._gate, rows)
+        multiply_in, multiply_out = self.gate_up.plan(rows, spec.router.top_k), self.down.plan(rows, 1)
 
         def run() -> None:
             choose(source, sequence_of)
             multiply_in(source, gate_up)
             ops.activate(
-                gate_up, None, active, spec.activation, spec.constants, gated=spec.gated, alternate=spec.alternate
+                gate_up, None, active, inner.activation, inner.constants, gated=inner.gated, alternate=inner.alternate
             )
             multiply_out(active, parts)
-            if run_shared is not None:
-                run_shared()
-            ops.experts.combine(parts, sequence_of, target, shared, bias, gated=self._gate is not None)
+            ops.experts.combine(parts, sequence_of, target, outer.shared, outer.shared_bias, gated=outer.gated)
 
         return run
 

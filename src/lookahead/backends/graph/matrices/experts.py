@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.graph.kernels.finish import Finish
 from lookahead.backends.graph.matrices.quantised import check_format, fuse_quantised
 from lookahead.backends.graph.ops import Ops
+from lookahead.models.feed_forward import Router
 from lookahead.models.matrix import ExpertMatrix, Matrix
 from lookahead.models.quantised import QuantisedLinear
 
@@ -66,3 +68,12 @@ class StackedExperts:
         """The products for a step of this many rows; a pair reads row pair // `per` of x. Only with kernels."""
         run, weights, bias = self._products.plan(self._weights, rows, self._top_k), self._weights, self.bias
         return lambda x, out: run(x, weights, out, bias, per)
+
+    def takes_few(self, rows: int, router: Router, finish: Finish) -> bool:
+        """See `ExpertProducts.takes_few`."""
+        return bool(self._products.takes_few(rows, router, self._weights, finish))
+
+    def plan_few(self, rows: int, finish: Finish) -> MultiplyPairs:
+        """The products for a step of few rows, with their finish, which writes `out`."""
+        run, weights, bias = self._products.plan_few(self._weights, rows, self._top_k, finish), self._weights, self.bias
+        return lambda x, out: run(x, weights, out, bias)
