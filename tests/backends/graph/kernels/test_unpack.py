@@ -9,7 +9,7 @@ import triton.language as tl
 from rounding import DTYPES
 
 from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles
-from lookahead.models.quantised import Codes, values_of
+from lookahead.models.number_formats import Codes, values_of
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 PTX = pytest.param(
