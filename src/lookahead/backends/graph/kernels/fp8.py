@@ -192,8 +192,8 @@ def padded_width(width: int) -> int:
 
 
 def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """x [R, K] -> codes uint8 [R, K or more] and scales fp32 [R]: the numbers of `models.number_formats.rounded`, and zeros
-    in the columns after K."""
+    """x [R, K] -> codes uint8 [R, K or more] and scales fp32 [R]: the numbers of `number_formats.rounded`, and zeros in
+    the columns after K."""
     rows, width = x.shape
     block = min(ROW_BLOCK, triton.next_power_of_2(codes.shape[1]))
     _round_rows[(rows,)](

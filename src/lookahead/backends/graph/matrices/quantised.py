@@ -153,7 +153,7 @@ def can_interleave(part: QuantisedLinear) -> bool:
 
 
 def _has_words(format: Format, scales: torch.dtype) -> bool:
-    """Whether the kernel reads the scales and zero points of interleaved codes as words: where 64 columns share them."""
+    """Whether the kernel reads scales and zero points of interleaved codes as words: where 64 columns share them."""
     plain = format.rows == 1 and not format.offsets and scales.itemsize == 2
     return plain and format.zeros and (format.group == 64 or (format.group > 0 and format.group % 128 == 0))
 
