@@ -38,8 +38,9 @@ from torch.nn import functional as F
 
 import lookahead
 from lookahead.bench.run.prompts import load as load_prompts
-from lookahead.models.quantised import MXFP4, quantise
+from lookahead.models.number_formats import MXFP4
 from lookahead.models.quantised_experts import NAMES, QuantisedExperts, is_experts, stacked
+from lookahead.models.rounding import quantise
 
 UNION = 2.5
 UNION_ROWS = (2, 4, 8, 16, 32)

@@ -36,7 +36,9 @@ from lookahead.generate import LookaheadModel
 from lookahead.loading.embedded import EMBEDDED
 from lookahead.loading.formats import CPU_INT8, FORMATS, linear_layers
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise, rounded
+from lookahead.models.number_formats import Codes, Format, rounded
+from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.rounding import quantise
 
 TRIED = {
     "fp8": FORMATS["fp8"],

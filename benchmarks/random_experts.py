@@ -22,7 +22,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
 from lookahead.loading.fitting import cost_of_passes
 from lookahead.loading.timing import measure_passes
-from lookahead.models.quantised import MXFP4, QuantisedLinear
+from lookahead.models.number_formats import MXFP4
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.quantised_experts import QuantisedExperts, is_experts
 
 PASS_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -22,7 +22,7 @@ from tiny import outputs, tiny
 
 from lookahead import LookaheadConfig
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.models.quantised import MXFP4
+from lookahead.models.number_formats import MXFP4
 from lookahead.models.quantised_experts import QuantisedExperts
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]

@@ -15,7 +15,7 @@ import torch
 from quality import TRIED, Row, articles, in_bfloat16, in_common, losses, measure, rounded_copy, same_tokens, table
 
 from lookahead.loading.formats import quantised_copy
-from lookahead.models.quantised import quantise
+from lookahead.models.rounding import quantise
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 

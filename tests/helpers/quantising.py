@@ -12,7 +12,10 @@ import torch
 from lookahead.loading.formats import CPU_INT8
 from lookahead.models.feed_forward import Router
 from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed, quantise
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.packing import packed
+from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.rounding import quantise
 
 
 def quantised(part: Any, format: Format = CPU_INT8) -> Any:
@@ -69,6 +72,8 @@ def cancelling_layer(format: Format, out: int, width: int, rows: int) -> tuple[Q
     source = torch.Generator().manual_seed(1)
     shuffled = torch.cat([start + torch.randperm(group, generator=source) for start in range(0, half, group)])
     if format.codes.bits == 8:
+        if format.codes is Codes.INT8:
+            layer.codes[layer.codes == 128] = 127  # -128 has no negative
         codes = layer.codes[:, :half].clone()
         negated = 256 - codes.int() if format.codes is Codes.INT8 else codes ^ 128
         layer.codes[:, half : 2 * half] = negated.to(torch.uint8)[:, shuffled]

@@ -10,7 +10,7 @@ from quantising import random_layer
 from lookahead.backends.graph.kernels.experts import ExpertRows
 from lookahead.models.feed_forward import Activation, FeedForward, MoE, Router, Scoring
 from lookahead.models.matrix import ExpertMatrix, Matrix
-from lookahead.models.quantised import Format
+from lookahead.models.number_formats import Format
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},

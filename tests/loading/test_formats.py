@@ -27,8 +27,10 @@ from lookahead.loading.fitting import identity_of
 from lookahead.loading.formats import CPU_INT8, FORMATS, ROUTERS, linear_layers, quantise_model, quantised_copy
 from lookahead.loading.load import load_pretrained
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import Codes, QuantisedLinear, formats_of, quantise
+from lookahead.models.number_formats import Codes
+from lookahead.models.quantised import QuantisedLinear, formats_of
 from lookahead.models.read import read
+from lookahead.models.rounding import quantise
 from lookahead.models.spec import matrices_in
 
 CPU = torch.device("cpu")

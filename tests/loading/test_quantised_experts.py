@@ -33,7 +33,8 @@ import lookahead
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
 from lookahead.loading.quantised.quantizer import quantised_config
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, formats_of
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear, formats_of
 from lookahead.models.quantised_experts import QuantisedExperts, expert_matrices
 
 PROMPT = "the quick brown fox jumps over the quick brown"

@@ -17,7 +17,8 @@ from tiny import tiny
 import lookahead
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
-from lookahead.models.quantised import Codes, QuantisedLinear
+from lookahead.models.number_formats import Codes
+from lookahead.models.quantised import QuantisedLinear
 
 PROMPT = "the quick brown fox jumps over the quick brown"
 

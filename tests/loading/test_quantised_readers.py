@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from quantised_files import Packer, awq, compressed, fp8, gptq, int8, mxfp4, packed
 
 from lookahead.loading.quantised.methods import reader_of
-from lookahead.models.quantised import Codes, Format, QuantisedLinear
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -7,22 +7,10 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import (
-    BLOCK,
-    E2M1,
-    MOST_EXPANDED,
-    Codes,
-    Format,
-    QuantisedLinear,
-    activations_name,
-    formats_of,
-    nearest_e2m1,
-    packed,
-    quantise,
-    rounded,
-    values_of,
-    weights_name,
-)
+from lookahead.models.number_formats import E2M1, Codes, Format, nearest_e2m1, rounded, values_of
+from lookahead.models.packing import BLOCK, packed
+from lookahead.models.quantised import MOST_EXPANDED, QuantisedLinear, activations_name, formats_of, weights_name
+from lookahead.models.rounding import quantise
 
 
 def by_hand(layer: QuantisedLinear) -> torch.Tensor:

@@ -13,8 +13,10 @@ from mixtures import KINDS, dequantised, experts_of, mixture
 from torch import nn
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, formats_of, quantise, rounded
+from lookahead.models.number_formats import Codes, Format, rounded
+from lookahead.models.quantised import QuantisedLinear, formats_of
 from lookahead.models.quantised_experts import QuantisedExperts, expert_matrices, is_experts, quantised_experts, stacked
+from lookahead.models.rounding import quantise
 
 CPU = torch.device("cpu")
 FORMATS = {

@@ -14,7 +14,7 @@ from tiny import tiny
 from torch import nn
 
 from lookahead.models.facts import UnsupportedModelError, position_limit
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 from lookahead.models.quantised_experts import quantised_experts
 from lookahead.models.read import read, readers
 from lookahead.models.spec import Rope

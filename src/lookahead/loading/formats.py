@@ -20,8 +20,10 @@ import torch
 from lookahead.backends.support import input_device
 from lookahead.models.facts import UnsupportedModelError, kind_of, tensor_parallel_ranks
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import MXFP4, Codes, Format, QuantisedLinear, quantise
+from lookahead.models.number_formats import MXFP4, Codes, Format
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.quantised_experts import NAMES, QuantisedExperts, is_experts, quantised_experts
+from lookahead.models.rounding import quantise
 
 FORMATS = {
     "fp8": Format(Codes.E4M3, 0),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import Format, QuantisedLinear
+from lookahead.models.number_formats import Format
+from lookahead.models.quantised import QuantisedLinear
 
 
 @dataclass(frozen=True, eq=False)

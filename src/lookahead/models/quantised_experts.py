@@ -17,7 +17,9 @@ import torch
 
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.matrix import ExpertMatrix
-from lookahead.models.quantised import Format, QuantisedLinear, quantise
+from lookahead.models.number_formats import Format
+from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.rounding import quantise
 
 NAMES = ("gate_up_proj", "down_proj")
 """The names of the two matrices, in all classes."""

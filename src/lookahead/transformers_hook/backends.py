@@ -23,6 +23,7 @@ from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading.bigrams import bigrams
+from lookahead.loading.quantised.held import packed_view
 from lookahead.models.facts import UnsupportedModelError, first_line, kind_of
 from lookahead.models.read import read
 from lookahead.transformers_hook import facts
@@ -60,12 +61,12 @@ class Backends:
         if self.model.training:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
         if self.facts.graph is None:
-            read(self.model, "graph")  # refuse it before taking the lock
+            read(packed_view(self.model), "graph")  # refuse it before taking the lock
         # Tensors that become the model's parameters must support training.
         with self.facts.turn, torch.inference_mode(False):
             kept, addresses = self.facts.graph, facts.weight_addresses(self.modules)
             if kept is None or addresses != self.facts.addresses or self.facts.computed_weights:
-                if kept is None or not kept.reads_weights_of(self.model):
+                if kept is None or not kept.reads_weights_of(packed_view(self.model)):
                     # A script may call once or twice, with a prompt of another length each time. A cache that it gave
                     # gets all K/V.
                     kept = self._new_graph()
@@ -84,7 +85,9 @@ class Backends:
         if self.facts.broken is not None:
             raise UnsupportedModelError(self.facts.broken)
         try:
-            made = graph_backend(self.model, capture_after=LAZY_CAPTURE, drop_pages=False, adopts_prompts=True)
+            made = graph_backend(
+                packed_view(self.model), capture_after=LAZY_CAPTURE, drop_pages=False, adopts_prompts=True
+            )
             return cast(GraphBackend, made)
         except CompilerError as error:
             self.facts.broken = str(error)

@@ -24,7 +24,7 @@ from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.invariance import invariant_nodes, parts_of, reduced_model
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.feed_forward import MoE, Scoring
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 from lookahead.models.reference import forward_tree, route
 from lookahead.models.spec import Decoder
 

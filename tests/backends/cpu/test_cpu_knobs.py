@@ -30,7 +30,7 @@ from lookahead.backends.cpu.lower import check_lowers, lower
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.norm import Norm
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 from lookahead.models.read import read
 from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Attention, Decoder

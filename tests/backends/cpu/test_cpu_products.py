@@ -20,7 +20,7 @@ from lookahead.backends.cpu.products import linear as lower_linear
 from lookahead.backends.cpu.session import start
 from lookahead.loading.formats import CPU_INT8
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 
 
 def random(*shape: int, seed: int = 0) -> Any:

@@ -26,7 +26,8 @@ from lookahead.backends.graph.sizes import PAGE
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
-from lookahead.models.quantised import Codes, Format, QuantisedLinear
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear
 
 FORMATS = {
     "fp8": Format(Codes.E4M3, 0),

@@ -20,8 +20,9 @@ from lookahead.backends.graph.placing import place_fused
 from lookahead.loading.embedded import ModelError
 from lookahead.loading.load import load_pretrained
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.quantised import Codes, Format, quantise
+from lookahead.models.number_formats import Codes, Format
 from lookahead.models.read import read
+from lookahead.models.rounding import quantise
 from lookahead.models.spec import matrices_in
 
 CPU = torch.device("cpu")

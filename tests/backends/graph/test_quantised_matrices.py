@@ -19,7 +19,9 @@ from lookahead.backends.graph.matrices.quantised import QuantisedMatrix, fuse_qu
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, quantise
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear
+from lookahead.models.rounding import quantise
 
 CPU = torch.device("cpu")
 FORMATS = [

@@ -15,7 +15,7 @@ import onnxruntime
 from onnx import helper
 
 from lookahead.backends.cpu.onnx_model import MICROSOFT, Array, OnnxModel
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 
 INTEGERS = Format(Codes.INT8, 0, activations=Codes.INT8)
 """The format of the layers that are computed so."""

@@ -18,7 +18,8 @@ from onnx import TensorProto
 from lookahead.backends.cpu.int8 import INTEGERS, integer_product, quantised_bytes
 from lookahead.backends.cpu.onnx_model import FLOAT, OnnxModel, array
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import Codes, QuantisedLinear
+from lookahead.models.number_formats import Codes
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.spec import Decoder, expert_matrices_in, matrices_in
 
 
@@ -68,7 +69,7 @@ def _float_linear(made: OnnxModel, name: str, x: str, matrix: Matrix, scale: flo
 
 
 def _rounded(made: OnnxModel, x: str, codes: Codes) -> str:
-    """Rows [R, in], each rounded to codes with one scale, as `models.quantised.rounded` does it."""
+    """Rows [R, in], each rounded to codes with one scale, as `models.number_formats.rounded` does it."""
     return made.once(f"{codes.value} of {x}", lambda: _rounding(made, x, codes))
 
 

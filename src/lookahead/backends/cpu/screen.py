@@ -41,7 +41,7 @@ from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total, capped
 from lookahead.backends.cpu.int8 import INTEGERS, LEVELS, MIDDLE, integer_product
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, MICROSOFT, Array, OnnxModel
 from lookahead.backends.cpu.session import start
-from lookahead.models.quantised import quantise
+from lookahead.models.rounding import quantise
 
 CANDIDATES = 64
 """Tokens whose exact logits are computed. On texts of the embedded model the bound left 2 tokens in the median and at

@@ -21,7 +21,7 @@ from lookahead.loading.quantised.weights import (
     per_row,
     required,
 )
-from lookahead.models.quantised import Codes, Format
+from lookahead.models.number_formats import Codes, Format
 
 SCALES = ("weight_scale_inv", "weight_scale")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

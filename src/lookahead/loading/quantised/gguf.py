@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from lookahead.loading.quantised.weights import Weights
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.packing import packed
+from lookahead.models.quantised import QuantisedLinear
 from lookahead.models.quantised_experts import QuantisedExperts, is_experts, stacked
 
 SAME = 0.999

@@ -10,7 +10,8 @@ import torch
 
 from lookahead.loading.quantised.eight_bits import grouped
 from lookahead.loading.quantised.weights import Reader, Tensors, Weights, check_dtype, check_size, nibbles_of, required
-from lookahead.models.quantised import MXFP4, packed
+from lookahead.models.number_formats import MXFP4
+from lookahead.models.packing import packed
 
 
 def mxfp4_reader() -> Reader:

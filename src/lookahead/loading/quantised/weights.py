@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, packed
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.packing import packed
+from lookahead.models.quantised import QuantisedLinear
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of one linear layer in a checkpoint, by the last part of their names."""

@@ -27,7 +27,8 @@ from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models import reference
 from lookahead.models.feed_forward import Activation, MoE, Router
 from lookahead.models.matrix import ExpertMatrix
-from lookahead.models.quantised import Codes, Format, QuantisedLinear
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear
 
 LAUNCHES = (Launch(64, 16, 4, 2, parallel=True), Launch(128, 32, 8, 2, parallel=False))
 DISTRIBUTIONS = {

@@ -27,7 +27,8 @@ from lookahead.backends.graph.kernels.quantised import QuantisedProducts
 from lookahead.backends.graph.kernels.quantised_tiles import HOPPER_SHARED, QuantisedWeights, splits_of
 from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.sizes import ROW_SIZES
-from lookahead.models.quantised import Codes, Format, QuantisedLinear, rounded
+from lookahead.models.number_formats import Codes, Format, rounded
+from lookahead.models.quantised import QuantisedLinear
 
 FORMAT = Format(Codes.E4M3, 0, activations=Codes.E4M3)
 TILES = (

@@ -23,9 +23,11 @@ from lookahead.backends.graph.kernels.quantised_tiles import (
     tile_of,
 )
 from lookahead.backends.graph.kernels.splits import SplitMemory
-from lookahead.backends.graph.matrices.quantised import can_interleave
+from lookahead.backends.graph.matrices.quantised import can_interleave, fuse_quantised
 from lookahead.backends.graph.sizes import ROW_SIZES
-from lookahead.models.quantised import Codes, Format, QuantisedLinear
+from lookahead.models.matrix import Matrix
+from lookahead.models.number_formats import Codes, Format
+from lookahead.models.quantised import QuantisedLinear
 
 E8M0 = torch.uint8
 
@@ -61,7 +63,12 @@ CASES = {
     "int4 128": Case(Format(Codes.INT4, 128), torch.float16),
     "int4 192": Case(Format(Codes.INT4, 192), torch.float16),
     "int4 32 zeros": Case(Format(Codes.INT4, 32, zeros=True), torch.float16),
+    "int4 8 zeros": Case(Format(Codes.INT4, 8, zeros=True), torch.float16),
+    "int4 64 zeros": Case(Format(Codes.INT4, 64, zeros=True), torch.bfloat16),
     "int4 128 zeros": Case(Format(Codes.INT4, 128, zeros=True), torch.float16),
+    "int4 128 zeros bf16": Case(Format(Codes.INT4, 128, zeros=True), torch.bfloat16),
+    "int4 128 zeros fp32": Case(Format(Codes.INT4, 128, zeros=True), torch.float32),
+    "int4 rows zeros": Case(Format(Codes.INT4, 0, zeros=True), torch.bfloat16),
     "int4 128 zeros ordered": Case(Format(Codes.INT4, 128, zeros=True, ordered=True), torch.float16),
     "gguf": Case(Format(Codes.INT4, 32, offsets=True), torch.float16, torch.float32),
     "gguf 16 halves": Case(Format(Codes.INT4, 16, offsets=True), torch.float16, torch.float16),
@@ -78,7 +85,8 @@ padded for that."""
 def weights_of(layer: QuantisedLinear, device: torch.device, *, plain: bool = False) -> QuantisedWeights:
     """What the kernel reads of a layer, interleaved if it can be, unless `plain`."""
     own = copy.deepcopy(layer).to(device)
-    own.set_interleaved(can_interleave(layer) and not plain)
+    if can_interleave(layer) and not plain:
+        return QuantisedWeights.of(own, own.out_features, fuse_quantised(Matrix((own,))))
     given = {name: getattr(own, name) for name in ("codes", "scales", "zeros", "offsets")}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if own.order is not None:
@@ -164,6 +172,7 @@ CANCELLING = {
     "int8 32": Format(Codes.INT8, 32),
     "int4 rows": Format(Codes.INT4, 0),
     "int4 64": Format(Codes.INT4, 64),
+    "int4 64 zeros": Format(Codes.INT4, 64, zeros=True),
     "int4 128 zeros ordered": Format(Codes.INT4, 128, zeros=True, ordered=True),
     "gguf": Format(Codes.INT4, 32, offsets=True),
     "mxfp4": Format(Codes.E2M1, 32),

@@ -19,7 +19,7 @@ from lookahead.backends.graph.kernels.quantised import QuantisedProducts
 from lookahead.backends.graph.kernels.quantised_tiles import QuantisedWeights, splits_of
 from lookahead.backends.graph.kernels.splits import SplitMemory, sum_of_splits
 from lookahead.backends.graph.sizes import ROW_SIZES
-from lookahead.models.quantised import Codes, rounded
+from lookahead.models.number_formats import Codes, rounded
 
 BLOCK_K = 128
 """Columns of a dot. Rows of x's codes are padded to a multiple of it."""
@@ -192,8 +192,8 @@ def padded_width(width: int) -> int:
 
 
 def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """x [R, K] -> codes uint8 [R, K or more] and scales fp32 [R]: the numbers of `models.quantised.rounded`, and zeros
-    in the columns after K."""
+    """x [R, K] -> codes uint8 [R, K or more] and scales fp32 [R]: the numbers of `number_formats.rounded`, and zeros in
+    the columns after K."""
     rows, width = x.shape
     block = min(ROW_BLOCK, triton.next_power_of_2(codes.shape[1]))
     _round_rows[(rows,)](

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from lookahead.models.quantised import MXFP4, Format, QuantisedLinear
+from lookahead.models.number_formats import MXFP4, Format
+from lookahead.models.packing import words_of
+from lookahead.models.quantised import QuantisedLinear
 
 
 @dataclass(frozen=True)
 class QuantisedWeights:
     """The tensors of a quantised matrix, or of stacked ones; see `models.quantised.QuantisedLinear`. `order` is int32,
-    `out` the rows of one matrix. `words`: the scales of MXFP4 as `words_of` gives them. `number_bytes`: of the numbers
-    that it is multiplied by.
+    `out` the rows of one matrix. `words` int32: the scales of MXFP4 in fours (`words_of_powers`), or scales and zero
+    points as `packing.in_words` joins them; the kernel reads them in place of both. `number_bytes`: of the numbers that
+    it is multiplied by.
     """
 
     format: Format
@@ -36,7 +39,11 @@ class QuantisedWeights:
     @classmethod
     def of(cls, layer: QuantisedLinear, out: int, tensors: Mapping[str, torch.Tensor]) -> QuantisedWeights:
         """Of a layer, or of one that it is fused into, whose tensors these are."""
-        words = words_of(tensors["scales"]) if layer.is_interleaved and layer.format == MXFP4 else None
+        words = None
+        if layer.is_interleaved and layer.format == MXFP4:
+            words = words_of_powers(tensors["scales"])
+        elif layer.is_interleaved and layer.format.zeros:
+            words = words_of(tensors["scales"], tensors["zeros"])
         return cls(
             layer.format, out, layer.in_features, **tensors,
             interleaved=layer.is_interleaved, words=words, number_bytes=layer.dtype.itemsize,
@@ -44,7 +51,7 @@ class QuantisedWeights:
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows of codes go on after the last column; see `models.quantised.padded`."""
+        """Whether rows of codes go on after the last column; see `models.packing.padded`."""
         return self.codes.shape[1] * 8 // self.format.codes.bits > self.width
 
     @property
@@ -58,7 +65,7 @@ LARGEST_WORD = 128
 """The exponent plus 127 up to which a scale of FP4 is multiplied while codes are expanded (`unpack`)."""
 
 
-def words_of(scales: torch.Tensor) -> torch.Tensor | None:
+def words_of_powers(scales: torch.Tensor) -> torch.Tensor | None:
     """The scales uint8 [out, groups] of MXFP4, four to a word int32 [out, groups / 4]: those of 128 columns. None if
     they are not in such fours, or some are too large."""
     if scales.dtype is not torch.uint8 or scales.shape[1] % 4 or int(scales.max()) > LARGEST_WORD:

@@ -2,7 +2,8 @@
 
 Each conversion is written twice: readable, for any device, and as PTX for bf16 on NVIDIA GPUs, where a code takes one
 to two instructions. There a code's bits become the exponent and mantissa of a bf16 number, and a constant is added to
-it or multiplied with it.
+it or multiplied with it. `prmt` takes a byte into each half of a word, whose upper byte it fills with the code's sign:
+shifted, both are in their bits of bf16.
 """
 
 from __future__ import annotations
@@ -10,47 +11,83 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INT4_PTX = tl.constexpr(
+    """{
+    .reg .b32 l, h, p;
+    mov.b32 p, 0x3F803F80;
+    and.b32 l, $4, 0x0F0F0F0F;
+    shr.u32 h, $4, 4;  and.b32 h, h, 0x0F0F0F0F;
+    prmt.b32 $0, l, 0x43434343, 0x4140;  fma.rn.bf16x2 $0, $0, p, $5;
+    prmt.b32 $1, l, 0x43434343, 0x4342;  fma.rn.bf16x2 $1, $1, p, $7;
+    prmt.b32 $2, h, 0x43434343, 0x4140;  fma.rn.bf16x2 $2, $2, p, $9;
+    prmt.b32 $3, h, 0x43434343, 0x4342;  fma.rn.bf16x2 $3, $3, p, $11;
+    }"""
+)
+"""0x4300 | nibble is 128 + nibble. What is added is given as a word for each byte, twice the same bf16 number: $5 to $8
+for low nibbles, $9 to $12 for high ones. Bytes 0 and 1 have the same, and bytes 2 and 3."""
+
+E2M1_PTX = tl.constexpr(
+    """{
+    .reg .b32 h, v, q;
+    mov.b32 q, 0x80008000;
+    shl.b32 h, $4, 4;
+    prmt.b32 v, h, 0, 0x9180;   shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $0, v, $5, q;
+    prmt.b32 v, h, 0, 0xB3A2;   shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $1, v, $7, q;
+    prmt.b32 v, $4, 0, 0x9180;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $2, v, $9, q;
+    prmt.b32 v, $4, 0, 0xB3A2;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $3, v, $11, q;
+    }"""
+)
+"""The sign to bit 15, the other bits of a high nibble to bits 8 to 6, times what is in the same words as above: 2^126
+times the scale."""
+
+E4M3_PTX = tl.constexpr(
+    """{
+    .reg .b32 v, p, q;
+    mov.b32 p, 0x7B807B80;  mov.b32 q, 0x80008000;
+    prmt.b32 v, $2, 0, 0x9180;  shl.b32 v, v, 4;  and.b32 v, v, 0x87F087F0;  fma.rn.bf16x2 $0, v, p, q;
+    prmt.b32 v, $2, 0, 0xB3A2;  shl.b32 v, v, 4;  and.b32 v, v, 0x87F087F0;  fma.rn.bf16x2 $1, v, p, q;
+    }"""
+)
+"""The sign to bit 15, the other bits to bits 10 to 4, times 2^120."""
+
+INT8_PTX = tl.constexpr(
+    """{
+    .reg .b32 l, h, a, p;
+    mov.b32 p, 0xBF80BF80;
+    and.b32 l, $2, 0x7F7F7F7F;  and.b32 h, $2, 0x80808080;
+    prmt.b32 a, h, 0x43434343, 0x4140;  prmt.b32 $0, l, 0x43434343, 0x4140;  fma.rn.bf16x2 $0, a, p, $0;
+    prmt.b32 a, h, 0x43434343, 0x4342;  prmt.b32 $1, l, 0x43434343, 0x4342;  fma.rn.bf16x2 $1, a, p, $1;
+    }"""
+)
+"""0x4300 | the lower seven bits is 128 more than they are; 0x4300 | the highest bit is 128 or 256."""
+
 
 @triton.jit
-def nibbles(raw, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """Bytes -> the numbers of their low and of their high nibbles: nibble - 8, or FP4 numbers."""
+def nibbles(raw, low_zero, high_zero, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes -> the numbers of their low and of their high nibbles: FP4 numbers, or a nibble less its zero point.
+
+    Zero points are integers from 0 to 127 that broadcast to `raw`, the same for each even byte and the next; without
+    them (None, both) they are 8. FP4 has none.
+    """
     if PTX:
         if E2M1:
-            # In 16 bits: the sign to bit 15, the others to bits 8 to 6, times 2^126.
-            low, high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 h, v, s, t, p, q;
-                mov.b32 p, 0x7E807E80;  mov.b32 q, 0x80008000;
-                shr.u32 h, $4, 4;
-                prmt.b32 v, $4, 0, 0x4140;  shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-                shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $0, t, p, q;
-                prmt.b32 v, $4, 0, 0x4342;  shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-                shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $1, t, p, q;
-                prmt.b32 v, h, 0, 0x4140;  shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-                shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $2, t, p, q;
-                prmt.b32 v, h, 0, 0x4342;  shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-                shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $3, t, p, q;
-                }""",
-                "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-            )  # fmt: skip
+            low, high = _scaled_e2m1(raw, tl.full(raw.shape, 253, tl.int32), tl.full(raw.shape, 253, tl.int32))
         else:
-            # 0x4300 | nibble is 128 + nibble.
             low, high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 l, h, p, q;
-                mov.b32 p, 0x3F803F80;  mov.b32 q, 0xC308C308;
-                and.b32 l, $4, 0x0F0F0F0F;
-                shr.u32 h, $4, 4;  and.b32 h, h, 0x0F0F0F0F;
-                prmt.b32 $0, l, 0x43434343, 0x4140;  fma.rn.bf16x2 $0, $0, p, q;
-                prmt.b32 $1, l, 0x43434343, 0x4342;  fma.rn.bf16x2 $1, $1, p, q;
-                prmt.b32 $2, h, 0x43434343, 0x4140;  fma.rn.bf16x2 $2, $2, p, q;
-                prmt.b32 $3, h, 0x43434343, 0x4342;  fma.rn.bf16x2 $3, $3, p, q;
-                }""",
-                "=&r,=&r,=&r,=&r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+                INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+                [raw, _less_128_and(low_zero, raw), _less_128_and(high_zero, raw)],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
             )  # fmt: skip
     else:
-        low, high = _nibble(raw & 15, E2M1).to(DTYPE), _nibble(raw >> 4, E2M1).to(DTYPE)
+        low, high = _nibble(raw & 15, low_zero, E2M1).to(DTYPE), _nibble(raw >> 4, high_zero, E2M1).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def _less_128_and(zero, raw):
+    """Twice the bf16 number -128 - zero in a word, for each byte."""
+    words = tl.full(raw.shape, 8, tl.int32) if zero is None else tl.broadcast_to(zero.to(tl.int32), raw.shape)
+    return words * 0x10001 - 0x3CFF3D00  # 0xC300C300, and the zero point in both
 
 
 @triton.jit
@@ -62,31 +99,20 @@ def scaled_nibbles(raw, word, PTX: tl.constexpr, DTYPE: tl.constexpr):
     second = tl.arange(0, 16)[None, :] // 8  # of the two groups of 32 columns in 64
     first, last = (word >> second * 8) & 255, (word >> second * 8 + 16) & 255
     if PTX:
-        # As in `nibbles`, with the scale in the factor 2^126.
-        low_scale = ((first + 126) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        high_scale = ((last + 126) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 v, s, t, q;
-            mov.b32 q, 0x80008000;
-            prmt.b32 v, $4, 0, 0x4140;
-            shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-            shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $0, t, $5, q;
-            shl.b32 s, v, 8;  and.b32 s, s, 0x80008000;
-            shl.b32 t, v, 2;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $2, t, $7, q;
-            prmt.b32 v, $4, 0, 0x4342;
-            shl.b32 s, v, 12;  and.b32 s, s, 0x80008000;
-            shl.b32 t, v, 6;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $1, t, $6, q;
-            shl.b32 s, v, 8;  and.b32 s, s, 0x80008000;
-            shl.b32 t, v, 2;  lop3.b32 t, t, 0x01C001C0, s, 0xEA;  fma.rn.bf16x2 $3, t, $8, q;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, low_scale, high_scale], dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=4,
-        )  # fmt: skip
+        low, high = _scaled_e2m1(raw, first + 126, last + 126)
     else:
-        low = (_nibble(raw & 15, True) * power_of_two(first)).to(DTYPE)
-        high = (_nibble(raw >> 4, True) * power_of_two(last)).to(DTYPE)
+        low = (_nibble(raw & 15, None, True) * power_of_two(first)).to(DTYPE)
+        high = (_nibble(raw >> 4, None, True) * power_of_two(last)).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def _scaled_e2m1(raw, low_exponent, high_exponent):
+    """With PTX: FP4 numbers times 2^(exponent - 253), exponents of at most 254 and in the shape of `raw`."""
+    return tl.inline_asm_elementwise(
+        E2M1_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [raw, low_exponent * 0x800080, high_exponent * 0x800080],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -97,7 +123,7 @@ def power_of_two(code):
 
 
 @triton.jit
-def _nibble(code, E2M1: tl.constexpr):
+def _nibble(code, zero, E2M1: tl.constexpr):
     """The number of a nibble, in fp32."""
     if E2M1:
         exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
@@ -105,8 +131,10 @@ def _nibble(code, E2M1: tl.constexpr):
         power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
         size = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * power)
         number = size * tl.where((code & 8) != 0, -1.0, 1.0)  # `-size` may be 0 - size, which has no -0
-    else:
+    elif zero is None:
         number = code.to(tl.float32) - 8.0
+    else:
+        number = code.to(tl.float32) - zero.to(tl.float32)
     return number
 
 
@@ -114,33 +142,9 @@ def _nibble(code, E2M1: tl.constexpr):
 def bytes_to_numbers(raw, E4M3: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
     """Bytes -> their FP8 numbers, or as signed integers."""
     if PTX:
-        if E4M3:
-            # In 16 bits: the sign to bit 15, the others to bits 10 to 4, times 2^120.
-            numbers = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 v, s, p, q;
-                mov.b32 p, 0x7B807B80;  mov.b32 q, 0x80008000;
-                prmt.b32 v, $2, 0, 0x1404;  shr.u32 s, v, 4;  and.b32 s, s, 0x07F007F0;
-                lop3.b32 s, v, 0x80008000, s, 0xEA;  fma.rn.bf16x2 $0, s, p, q;
-                prmt.b32 v, $2, 0, 0x3424;  shr.u32 s, v, 4;  and.b32 s, s, 0x07F007F0;
-                lop3.b32 s, v, 0x80008000, s, 0xEA;  fma.rn.bf16x2 $1, s, p, q;
-                }""",
-                "=&r,=&r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            # 0x4300 | the lower seven bits is 128 more than they are; 0x4300 | the highest bit is 128 or 256.
-            numbers = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 l, h, a, p;
-                mov.b32 p, 0xBF80BF80;
-                and.b32 l, $2, 0x7F7F7F7F;  and.b32 h, $2, 0x80808080;
-                prmt.b32 a, h, 0x43434343, 0x4140;  prmt.b32 $0, l, 0x43434343, 0x4140;
-                fma.rn.bf16x2 $0, a, p, $0;
-                prmt.b32 a, h, 0x43434343, 0x4342;  prmt.b32 $1, l, 0x43434343, 0x4342;
-                fma.rn.bf16x2 $1, a, p, $1;
-                }""",
-                "=&r,=&r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
+        numbers = tl.inline_asm_elementwise(
+            E4M3_PTX if E4M3 else INT8_PTX, "=&r,=&r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     elif E4M3:
         # As fp16, whose exponent is 8 more; any device has it, FP8 few. The codes of NaN are 480: no weight has them.
         wide = raw.to(tl.uint16)

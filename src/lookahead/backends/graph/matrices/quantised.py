@@ -17,15 +17,9 @@ from lookahead.backends.graph.matrices.dense import Multiply, fuse_biases
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.matrix import Matrix
-from lookahead.models.quantised import (
-    INTERLEAVED_BYTES,
-    INTERLEAVED_ROWS,
-    NAMES,
-    Codes,
-    Format,
-    QuantisedLinear,
-    rounded,
-)
+from lookahead.models.number_formats import NAMES, Codes, Format, rounded
+from lookahead.models.packing import INTERLEAVED_BYTES, INTERLEAVED_ROWS, in_words
+from lookahead.models.quantised import QuantisedLinear
 
 MOST_PADDING = 0.125
 """Codes are interleaved if this needs no more columns beyond a matrix's own, as a share of them; the kernel for others
@@ -132,13 +126,15 @@ def fuse_quantised(matrix: Matrix) -> dict[str, torch.Tensor]:
     able = all(map(can_interleave, parts))
     for part in parts:
         part.set_interleaved(able)
-    found = {}
-    for name in TENSORS:
-        tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
-        if tensors:
-            found[name] = _joined(tensors)
-            for part, view in zip(parts, found[name].split([len(tensor) for tensor in tensors]), strict=True):
-                setattr(part, name, view)
+    own = {name: [tensor for part in parts if (tensor := getattr(part, name)) is not None] for name in TENSORS}
+    found = {name: _joined(tensors) for name, tensors in own.items() if tensors}
+    if able and _has_words(parts[0].format, found["scales"].dtype):
+        found["scales"], found["zeros"] = in_words(found["scales"], found["zeros"])
+    else:
+        found = {name: tensor.contiguous() for name, tensor in found.items()}
+    for name, tensor in found.items():
+        for part, view in zip(parts, tensor.split(list(map(len, own[name]))), strict=True):
+            setattr(part, name, view)
     if parts[0].order is not None:
         found["order"] = parts[0].order.to(torch.int32)
         for part in parts:
@@ -156,6 +152,12 @@ def can_interleave(part: QuantisedLinear) -> bool:
     return fits and part.out_features % INTERLEAVED_ROWS == 0 and (group % 64 == 0 or group in SMALL_GROUPS)
 
 
+def _has_words(format: Format, scales: torch.dtype) -> bool:
+    """Whether the kernel reads scales and zero points of interleaved codes as words: where 64 columns share them."""
+    plain = format.rows == 1 and not format.offsets and scales.itemsize == 2
+    return plain and format.zeros and (format.group == 64 or (format.group > 0 and format.group % 128 == 0))
+
+
 def spread_scales(part: QuantisedLinear) -> None:
     """Give each row of a part scales of its own, where several rows share them."""
     rows = part.format.rows
@@ -167,15 +169,15 @@ def spread_scales(part: QuantisedLinear) -> None:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts' rows in one contiguous tensor: the one that they are parts of already, or a new one."""
+    """The parts' rows in one tensor: the one that they are parts of already, or a new one."""
     first = parts[0]
     if len(parts) == 1:
-        return first.contiguous()
-    if all(part.is_contiguous() and part.dtype == first.dtype for part in parts) and all(
+        return first
+    if all(part.stride() == first.stride() and part.dtype == first.dtype for part in parts) and all(
         before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        and before.data_ptr() + before.nbytes == after.data_ptr()
+        and before.data_ptr() + len(before) * before.stride(0) * before.itemsize == after.data_ptr()
         for before, after in pairwise(parts)
     ):
         rows = sum(map(len, parts))
-        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+        return first.as_strided((rows, first.shape[1]), first.stride())
     return torch.cat(list(parts))
