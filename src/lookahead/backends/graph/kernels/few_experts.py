@@ -19,7 +19,8 @@ from lookahead.backends.graph.kernels.activations import activated
 from lookahead.backends.graph.kernels.experts import ExpertRows, with_shared
 from lookahead.backends.graph.kernels.finish import Finish
 from lookahead.backends.graph.kernels.grouped import BLOCK_K, Launch, sum_of_columns
-from lookahead.backends.graph.kernels.quantised import KINDS, _scales, _sum_interleaved, _sum_plain
+from lookahead.backends.graph.kernels.quantised import KINDS
+from lookahead.backends.graph.kernels.quantised_sums import group_scales, sum_interleaved, sum_plain
 from lookahead.backends.graph.kernels.quantised_tiles import QuantisedWeights, Tile
 from lookahead.backends.graph.kernels.splits import SplitMemory
 
@@ -58,7 +59,7 @@ def _finished(
         total += tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
     if AFTER:
         row = expert * N + n
-        total *= _scales(scales, row, row * 0, mask, 1, scale_row, scale_group, SCALE_ROWS, 0, E8M0)
+        total *= group_scales(scales, row, row * 0, mask, 1, scale_row, scale_group, SCALE_ROWS, 0, E8M0)
     if bias is not None:
         total += tl.load(bias + expert * N + n, mask=mask, other=0.0).to(tl.float32)
     return total.to(DTYPE)
@@ -125,9 +126,9 @@ def _multiply_few(
     shared, shared_bias, shared_weights, partials, arrived,
     N, K, x_stride, stride, scale_row, scale_group, out_stride, a, b, c, d,
     KIND: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, PTX: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    COMBINES: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    HALF: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, PTX: tl.constexpr,
+    CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, COMBINES: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of N x splits, experts). KIND is -1 for plain numbers. `x` are rows; if COMBINES, they are pairs."""
@@ -165,13 +166,13 @@ def _multiply_few(
         if offsets is not None:
             offsets += first_scale
         if INTERLEAVED:
-            part = _sum_interleaved(
+            part = sum_interleaved(
                 at, weights, own_scales, zeros, offsets, order, tile, known[None, :], first, last, N, K, stride,
-                scale_row, scale_group, KIND, SCALE_ROWS, GROUP, AFTER, E8M0, WORDS, PADDED, PTX, BLOCK_N, BLOCK_M,
-                WARPS, CHUNKS,
+                scale_row, scale_group, KIND, SCALE_ROWS, GROUP, AFTER, E8M0, HALF, WORDS, PADDED, PTX, BLOCK_N,
+                BLOCK_M, WARPS, CHUNKS,
             )  # fmt: skip
         else:
-            part = _sum_plain(
+            part = sum_plain(
                 at, weights, own_scales, zeros, offsets, order, tile, known[None, :], first, last, N, K, stride,
                 scale_row, scale_group, KIND, SCALE_ROWS, GROUP, E8M0, PTX, BLOCK_N, BLOCK_M,
             )  # fmt: skip
@@ -242,12 +243,13 @@ def multiply_few(
         options = {
             "KIND": KINDS[weights.format.codes], "SCALE_ROWS": weights.format.rows, "GROUP": weights.format.group,
             "AFTER": weights.scales_after, "E8M0": weights.scales.dtype is torch.uint8,
-            "WORDS": weights.words is not None, "PADDED": weights.is_padded, "INTERLEAVED": weights.interleaved,
+            "HALF": weights.scales.dtype is torch.float16, "WORDS": weights.words is not None,
+            "PADDED": weights.is_padded, "INTERLEAVED": weights.interleaved,
             "PTX": ptx, "CHUNKS": launch.chunks, "EVEN": False,
         }  # fmt: skip
     else:
         (_, wide, width), matrix = weights.shape, weights
-        options = dict.fromkeys(("AFTER", "E8M0", "WORDS", "PADDED", "INTERLEAVED", "PTX"), False)
+        options = dict.fromkeys(("AFTER", "E8M0", "HALF", "WORDS", "PADDED", "INTERLEAVED", "PTX"), False)
         options |= {"KIND": -1, "SCALE_ROWS": 1, "GROUP": 0, "CHUNKS": 1, "EVEN": width % BLOCK_K == 0}
     combines = finish.activation is None
     a, b, c, d = (*finish.constants, *[0.0] * (4 - len(finish.constants)))
