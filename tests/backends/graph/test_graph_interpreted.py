@@ -15,6 +15,7 @@ import torch
 from described import HIDDEN
 from interpreting import interpreted_backends
 from knobs import DIM, HEADS, KV_HEADS, Maker
+from marks import slow_but
 from model_table import ROUNDING, error
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
@@ -88,17 +89,19 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
         ),
     ],
 )
+@pytest.mark.parametrize("count", slow_but([6, 12], 6))
 def test_greedy_equals_transformers(
     kind: str,
     changes: dict[str, Any],
+    count: int,
     interpreted: Callable[[Any], GraphBackend],
     plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
-    """Twelve tokens in four steps."""
+    """Three tokens in each step."""
     model = tiny(kind, **changes)
-    expected = plain(model, PROMPT, 12)
-    assert len(set(expected)) > 4
-    assert told(interpreted(model), PROMPT, expected) == (expected, 4)
+    expected = plain(model, PROMPT, count)
+    assert len(set(expected)) > count // 3
+    assert told(interpreted(model), PROMPT, expected) == (expected, count // 3)
 
 
 @pytest.mark.slow
