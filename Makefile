@@ -29,13 +29,13 @@ test: $(VENV)/.installed-dev browser ## lint, and run the tests but the slow swe
 	@$(MAKE) --no-print-directory -j2 lint quick-tests
 
 quick-tests: # mypy uses one core: lint runs beside the tests
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" --hypothesis-profile=quick
 
 test-all: lint browser test-oldest ## lint, test-oldest, then run all tests: every model class, kernels at every size
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-oldest: $(OLDEST)/.installed-dev ## loading, engine, server and hook with the oldest transformers; no slow sweeps
-	LOOKAHEAD_CACHE=$(CURDIR)/$(OLDEST)/cache $(OLDEST)/bin/pytest -n auto --dist loadfile -m "not slow" \
+	LOOKAHEAD_CACHE=$(CURDIR)/$(OLDEST)/cache $(OLDEST)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" \
 	  --hypothesis-profile=quick $(OLDEST_TESTS)
 
 # Without .venv: a machine with a GPU may have its own torch and no package index.

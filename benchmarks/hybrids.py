@@ -46,10 +46,10 @@ def token_bytes(model: Any) -> float:
     return weight_bytes(model) - stacked - unread + (stacked / count * chosen if count else 0)
 
 
-def rate(lm: lookahead.LookaheadModel, count: int, tokens: int) -> float:
+def rate(lm: lookahead.LookaheadModel, count: int, tokens: int, prompt: int) -> float:
     """Tokens per second of all answers together after their first ones; the median of three runs after another."""
     generator = torch.Generator().manual_seed(count)
-    prompts = torch.randint(min(1000, lm.backend.vocab_size), (count, 64), generator=generator).tolist()
+    prompts = torch.randint(min(1000, lm.backend.vocab_size), (count, prompt), generator=generator).tolist()
     seconds = list[float]()
     for _ in range(4):
         found = lm.generate(prompts, max_tokens=tokens)
@@ -57,8 +57,8 @@ def rate(lm: lookahead.LookaheadModel, count: int, tokens: int) -> float:
     return count * (tokens - 1) / statistics.median(seconds[1:])
 
 
-def measure(model: Any, tokenizer: Any, backend: str = "auto", tokens: int = 128) -> dict[str, Any]:
-    """The figures of a model."""
+def measure(model: Any, tokenizer: Any, backend: str = "auto", tokens: int = 128, prompt: int = 64) -> dict[str, Any]:
+    """The figures of a model, for prompts and answers of this many tokens."""
     read = token_bytes(model)
     lm = lookahead.load((model, tokenizer), backend=backend, config=PLAIN, log=print)
     lm.stop_ids = frozenset()
@@ -68,7 +68,7 @@ def measure(model: Any, tokenizer: Any, backend: str = "auto", tokens: int = 128
     bandwidth = copy_bandwidth(lm.device)
     found: dict[str, Any] = {"GB per token": read / 1e9, "states MiB": states / 2**20, "copy TB/s": bandwidth / 1e12}
     for count in (1, 16):
-        found[f"plain {count}"] = rate(lm, count, tokens)
+        found[f"plain {count}"] = rate(lm, count, tokens, prompt)
     context = CONTEXT if lm.device.type == "cuda" else 16
     for rows, sequences in STEPS:
         found[f"ms {rows} x {sequences}"] = lm.client.call(lambda at=(rows, context, sequences): step_ms(graph, *at)[0])

@@ -64,6 +64,10 @@ SETTINGS = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
 """Small enough for a CPU, and every source at work."""
 
 
+QUICK = "not slow"
+"""What `make test` gives with `-m`."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector away from what the imports make: that stays to the end."""
@@ -76,11 +80,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Before `-m` looks at the marks."""
+    from order import drop, longest_first
     from thin import mark_the_rest_slow
 
     mark_the_rest_slow(items)
+    if config.option.markexpr == QUICK and not torch.cuda.is_available():  # each would be skipped, which takes time
+        drop(items, [item for item in items if item.get_closest_marker("gpu")], config)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        longest_first(items)
 
 
 def pytest_unconfigure() -> None:

@@ -525,6 +525,7 @@ app(["generate", "-p", "x"], obj=Host(load=lambda *a, **k: Slow()))
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")
 @pytest.mark.parametrize("cause", ["ctrl-c", "broken pipe"])
+@pytest.mark.thinned(1, most=1)
 def test_a_process_ends_without_a_traceback(cause: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL

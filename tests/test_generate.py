@@ -149,6 +149,7 @@ def test_batch_of_one_is_a_list(lm: LookaheadModel) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.thinned(1, most=2)
 def test_every_method_gives_the_greedy_tokens(lm: LookaheadModel, model: Any, plain: Plain, method: str) -> None:
     done = lm.generate(list(PROMPTS), max_tokens=TOKENS, method=method)
     assert [c.token_ids for c in done] == [plain(model, lm.encode(p), TOKENS) for p in PROMPTS]
@@ -385,10 +386,11 @@ def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", slow_but(PROMPTS[:3], PROMPTS[0]))
-def test_stop_strings_equal_autoregressive(lm: LookaheadModel, prompt: str) -> None:
+@pytest.mark.parametrize("step", slow_but([4, 15], 15))
+def test_stop_strings_equal_autoregressive(lm: LookaheadModel, prompt: str, step: int) -> None:
     text = lm.generate(prompt, max_tokens=TOKENS).text
-    sweep = [[text[i : i + 1 + i % 5]] for i in range(0, len(text), 4)]
-    several = [[text[i + 3 : i + 9], text[i : i + 4], "never"] for i in range(0, len(text) - 9, 9)]
+    sweep = [[text[i : i + 1 + i % 5]] for i in range(0, len(text), step)]
+    several = [[text[i + 3 : i + 9], text[i : i + 4], "never"] for i in range(0, len(text) - 9, 2 * step + 1)]
     for stop in [*sweep, *several, ["never"]]:
         ours = lm.generate(prompt, max_tokens=TOKENS, stop=stop)
         other = lm.generate(prompt, max_tokens=TOKENS, stop=stop, method="autoregressive")
@@ -451,9 +453,10 @@ def test_several_eos_ids_in_a_batch(
 
 
 @pytest.mark.parametrize("method", slow_but(METHODS, "lookahead"))
-def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
+@pytest.mark.parametrize("step", slow_but([1, 3], 3))
+def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str, step: int) -> None:
     whole = lm.generate(READABLE, max_tokens=TOKENS).token_ids
-    for count in range(1, TOKENS):
+    for count in range(1, TOKENS, step):
         done = lm.generate(READABLE, max_tokens=count, method=method)
         assert done.token_ids == whole[:count]
         assert done.finish_reason == "length"
@@ -665,7 +668,7 @@ ADJUSTING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ADJUSTING)
 @pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_penalties_and_log_probabilities_by_every_way(
     options: dict[str, Any], verified: bool, make_model: Any, tokenizer: Any, settings: LookaheadConfig
 ) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from order import LONGEST, TESTS, longest_first
 from thin import cover
 
 
@@ -37,3 +40,12 @@ def test_at_most_so_many_are_kept_and_they_lie_apart() -> None:
     kept = [rows[number] for number in cover(rows, 1, most=3)]
     assert len({row[0] for row in kept}) == len({row[1] for row in kept}) == 3
     assert cover(rows, 1, most=99) == cover(rows, 1, most=len(rows))
+
+
+def test_the_longest_files_come_first_and_stay_whole() -> None:
+    missing = [name for name in LONGEST if not (TESTS / name).is_file()]
+    assert not missing
+    paths = [TESTS / name for name in ("a.py", "b.py", "b.py", LONGEST[1], "a.py", LONGEST[0], "b.py")]
+    items: list[Any] = [SimpleNamespace(path=path, number=number) for number, path in enumerate(paths)]
+    longest_first(items)
+    assert [item.number for item in items] == [5, 3, 1, 2, 6, 0, 4]

@@ -199,7 +199,7 @@ def test_sample_verification_follows_the_law():
 
 
 @pytest.mark.parametrize("bug", ALGORITHM_4_BUGS)
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_a_wrong_sample_verification_is_caught(bug):
     assert not follows_the_law(completed(partial(algorithm_4, bug=bug), seed=1))
 
@@ -306,7 +306,7 @@ def test_our_sampling_follows_the_law(temperature):
 
 
 @pytest.mark.parametrize("bug", OUR_BUGS)
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_a_wrong_sampling_is_caught(bug):
     assert not follows_the_law(by_tree(bug))
 

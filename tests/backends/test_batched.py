@@ -123,6 +123,7 @@ def test_a_little_memory_is_kept(backend: Any, monkeypatch: pytest.MonkeyPatch) 
     assert held(backend) == before
 
 
+@pytest.mark.thinned(1, most=1)
 def test_a_step_that_is_not_committed_keeps_its_memory(backend: Any) -> None:
     """Its K/V are behind the lengths that the buffer would be cut to."""
     long, short = cache(backend, LONG), cache(backend, LONG[:20])
@@ -166,6 +167,7 @@ def test_memory_that_cannot_be_had_changes_nothing(name: str, monkeypatch: pytes
     assert target(backend, slot) == expected
 
 
+@pytest.mark.thinned(1, most=1)
 def test_bytes_are_those_of_the_buffer(backend: Any) -> None:
     for sequences, tokens in ((1, 10), (3, 300), (5, 1000)):
         backend._buffer.reserve(0, 0)

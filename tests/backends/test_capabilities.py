@@ -93,6 +93,7 @@ def output_of(backend: ToyBackend, config: LookaheadConfig) -> list[int]:
         LookaheadConfig.autoregressive(),
     ],
 )
+@pytest.mark.thinned(1, most=3)
 def test_where_trees_cannot_branch_a_step_is_one_guess(config: LookaheadConfig) -> None:
     backend, lines = Chains(), list[str]()
     fitted = exact_config(config, backend, lines.append)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(backend.planner, "choose_kind", note)
     engine, loose = Engine(backend), LookaheadConfig(window=0, budget=300, exact=False)
     requests = [
-        Request(DecodingSequence(REPEATED, config, rules=StopRules(40)))
+        Request(DecodingSequence(REPEATED, config, rules=StopRules(24)))
         for config in (loose, LookaheadConfig(), loose, without_cost(LookaheadConfig()))
     ]
     slots: dict[bool, set[int]] = {True: set(), False: set()}

@@ -137,6 +137,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     assert third.stdout == second.stdout
 
 
+@pytest.mark.slow
 def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     where = ("--sets", "builtin", "--data-dir", str(data_dir), *SMALL)
     assert run("--preset", "overhead", "--quick", *where).exit_code == 0

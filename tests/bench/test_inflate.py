@@ -83,7 +83,7 @@ def logits(model: Any) -> torch.Tensor:
     ("kind", "target"),
     [(kind, t) for kind in KINDS for t in TARGETS if KINDS[kind].get("num_key_value_heads", 3) <= TARGETS[t].kv_heads],
 )
-@pytest.mark.thinned(1, most=10)
+@pytest.mark.thinned(1, most=4)
 def test_the_same_logits(kind: str, target: str) -> None:
     model, shape = small(**KINDS[kind]), TARGETS[target]
     expected = logits(model)

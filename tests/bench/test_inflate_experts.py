@@ -58,6 +58,7 @@ def test_the_same_logits(shape: MixtureShape) -> None:
     assert (found[:, :VOCABULARY] - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.slow
 def test_the_same_tokens_with_lookahead_too(plain: Plain) -> None:
     prompt = [5, 9, 2, 7, 5, 9]
     expected = plain(small(), prompt, 32)

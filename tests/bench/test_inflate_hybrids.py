@@ -65,11 +65,13 @@ def made(name: str, **changes: Any) -> Any:
         ("mamba", {"hidden": 32, "fields": mamba_fields(4, 16, 1, 8), "between": 2, "heads": 6, "kv_heads": 6}),
     ],
 )
+@pytest.mark.thinned(1, most=3)
 def test_the_same_logits(name: str, changes: dict[str, Any]) -> None:
     assert error(logits(made(name, **changes), text(60)), logits(small(), text(60))) < 1e-5
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.thinned(1, most=1)
 def test_the_same_tokens(name: str, plain: Plain) -> None:
     prompt = [5, 9, 2, 7, 5, 9]
     expected = plain(small(), prompt, 32)
@@ -78,6 +80,7 @@ def test_the_same_tokens(name: str, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.thinned(1, most=1)
 def test_half_precision(name: str) -> None:
     """The column that norms divide by is exact in bf16, too."""
     exact, model = logits(small(), text(60)), small().to(torch.bfloat16)
@@ -89,6 +92,7 @@ def test_half_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.thinned(1, most=1)
 def test_layers_that_add_something(name: str) -> None:
     """More with more strength, and not so much that the small model is lost."""
     expected = logits(small(), text(60))
@@ -97,6 +101,7 @@ def test_layers_that_add_something(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.thinned(1, most=1)
 def test_states_reach_far_back(name: str) -> None:
     """Without attention, a token still depends on one that is 50 before it, far more than by rounding."""
     large = made(name, strength=0.05)
@@ -186,14 +191,20 @@ def test_what_a_token_reads_is_what_its_layers_have(name: str) -> None:
     assert hybrids.token_bytes(model) == pytest.approx(sum(sizes.values()) - unread - experts * 6 / 8, rel=0.01)
 
 
-def test_the_work_of_a_hybrid_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "hybrids.json"
+def test_the_work_of_a_hybrid_is_measured(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, folder = tmp_path / "hybrids.json", tmp_path / "model"
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    sizes = {"tokens": 3, "prompt": 8}
 
     def make(shape: Any) -> Any:
         fields = {**TINY_FIELDS, **TINY_STATES["qwen3.5-9b"], "max_position_embeddings": 512}
         return random_hybrid(shape, "cpu", dtype=torch.float32, **fields)
 
-    (found,) = hybrids.main(["qwen3.5-9b", "--out", str(out)], make, backend="graph", tokens=4).values()
+    arguments = ["qwen3.5-9b", "--model", str(folder), "--out", str(out)]
+    (found,) = hybrids.main(arguments, make, backend="graph", **sizes).values()
     assert found["plain 1"] > 0
     assert found["64 / 1"] == pytest.approx(found["ms 64 x 1"] / found["ms 1 x 1"], rel=0.01)
     assert json.loads(out.read_text(encoding="utf-8"))["shapes"] == {"qwen3.5-9b": found}

@@ -90,7 +90,7 @@ def test_a_right_curve_is_left_as_it_is(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("measured", ["too cheap", "too dear"])
 @pytest.mark.parametrize("name", CURVES)
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_a_wrong_curve_is_corrected_and_never_made_worse(
     name: str, measured: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,10 +121,16 @@ class Crowd:
         return finished.events()
 
 
-@pytest.mark.parametrize("part", slow_but(range(10), 0))
-def test_a_text_depends_on_its_request_alone(part: int) -> None:
+FEW = range(1, 7)
+
+
+MANY = [range(21 * part, 21 * part + 20) for part in range(10)]
+
+
+@pytest.mark.parametrize("seeds", slow_but([FEW, *MANY], FEW), ids=str)
+def test_a_text_depends_on_its_request_alone(seeds: range) -> None:
     hits = preemptions = whole = 0
-    for seed in range(21 * part, 21 * part + 20):
+    for seed in seeds:
         crowd = Crowd(seed, most=64 if seed % 10 == 0 else 16)
         for (prompt, tokens, _, sampling), (output, reason) in zip(crowd.asked, crowd.run(), strict=True):
             expected = alone(prompt, tokens, sampling)
@@ -135,9 +141,9 @@ def test_a_text_depends_on_its_request_alone(part: int) -> None:
                 whole += 1
         hits += crowd.backend.pool.hit_tokens
         preemptions += crowd.engine.preemptions
-    assert hits > 50
-    assert preemptions > 5
-    assert whole > 50
+    assert hits > 2.5 * len(seeds)
+    assert preemptions > len(seeds) // 4
+    assert whole > 2.5 * len(seeds)
 
 
 def test_the_same_crowd_gives_the_same_texts_five_times() -> None:

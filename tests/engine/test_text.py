@@ -497,7 +497,7 @@ def test_pending_is_the_longest_unfinished_stop(stops: list[str], text: str) -> 
 @EVERY
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_a_text_without_stop_strings_is_the_full_decode(name: str, data: st.DataObject) -> None:
     """Byte-level vocabularies have a faster detokeniser; text that was taken stays, whatever comes."""
     ids = data.draw(token_lists(name, 90))

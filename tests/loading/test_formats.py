@@ -49,6 +49,7 @@ def saved(make_model: Callable[..., Any], tokenizer: Any, tmp_path_factory: pyte
 
 
 @pytest.mark.parametrize("name", slow_but(DENSE, *(set(DENSE) & set(FIRST_ROWS))))
+@pytest.mark.thinned(1, most=16)
 def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
     """For every class with a reader. A tied head is quantised without the embedding, and only where it is asked for."""
     model = build(name)
@@ -62,7 +63,7 @@ def test_the_layers_are_the_matrices_of_the_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("name", slow_but(DENSE, *(set(DENSE) & set(FIRST_ROWS))))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=16)
 def test_every_class_with_a_reader_has_one_when_it_is_quantised(name: str, dtype: str) -> None:
     model = build(name)
     quantise_model(model, dtype, CPU)
@@ -136,7 +137,7 @@ def test_the_weights_go_to_the_device_one_by_one() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=1)
 def test_on_another_device_the_rest_keeps_its_own_dtype(
     dtype: str, fused: bool, tmp_path: Path, tokenizer: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_checkpoint_that_is_quantised_already(saved: Path, tokenizer: Any, tmp
 
 
 @pytest.mark.parametrize("verb", [("generate", "-p", "x"), ("serve",), ("tune",), ("bench",)], ids=str)
+@pytest.mark.thinned(1, most=1)
 def test_the_refusal_is_one_line_of_a_command(verb: tuple[str, ...], tokenizer: Any, tmp_path: Path) -> None:
     config = tiny("Llama").config
     config.quantization_config = {"quant_method": "awq", "bits": 4}

@@ -40,7 +40,7 @@ def load(model: Any, tokenizer: Any, **options: Any) -> tuple[LookaheadModel, li
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["fitted", "paper", "autoregressive", "whole"])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_load_uses_a_saved_profile_and_the_text_stays_the_same(
     model: Any, tokenizer: Any, plain: Callable[[Any, Sequence[int], int], list[int]], config: LookaheadConfig
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_file_of_another_model_under_this_ones_name_is_ignored(model: Any, tok
         lambda stored: json.dumps({**stored, "config": {**stored["config"], "step_cost": "fast"}}),
     ],
 )
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=1)
 def test_a_corrupt_profile_gives_one_line_and_the_default(
     model: Any, tokenizer: Any, damage: Callable[[dict[str, Any]], str]
 ) -> None:

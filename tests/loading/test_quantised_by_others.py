@@ -32,6 +32,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.thinned(1, most=4)
 def test_layers_packed_by_compressed_tensors(name: str, make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor

@@ -79,6 +79,7 @@ def tiny_mixture(name: str, tokenizer: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("gptq-order", "gptq-8", "ct-4-order")])
+@pytest.mark.thinned(1, most=8)
 def test_experts_of_each_format_are_loaded(name: str, tokenizer: Any, tmp_path: Path) -> None:
     case = with_routers(CASES[name])
     dense = write(tmp_path, tiny_mixture("qwen3", tokenizer), tokenizer, case, experts=separately(case.pack))

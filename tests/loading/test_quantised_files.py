@@ -37,6 +37,7 @@ def check_weights(model: Any, dense: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thinned(1, most=10)
 def test_a_folder_of_each_format_is_loaded(name: str, make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     dense = write(tmp_path, make_model(), tokenizer, CASES[name])
     model, _, _ = load_pretrained(tmp_path, device="cpu")

@@ -76,7 +76,7 @@ def packed_layers(model: Any) -> dict[str, QuantisedLinear]:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=1)
 def test_a_loaded_models_matrices_are_packed_again(kind: str, dtype: str, tokenizer: Any, tmp_path: Path) -> None:
     path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": kind})
     model, _, _ = load_pretrained(path, device="cpu", dtype=dtype)
@@ -150,6 +150,7 @@ def test_a_packed_model_generates_what_its_expansion_does(tokenizer: Any, settin
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.thinned(1, most=1)
 def test_the_experts_of_a_loaded_model_are_packed_again(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     path = quantised_gguf(tmp_path / "tiny.gguf", tokenizer, {"": kind}, mixture=True)
     model, _, _ = load_pretrained(path, device="cpu", dtype="bfloat16")

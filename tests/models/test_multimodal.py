@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from marks import slow_but
 from model_table import ROUNDING, error, stock_logits
 from pictures import FAMILIES, model_of
 
@@ -21,7 +22,11 @@ KNOWN = {family.name + family.ending: key for key, family in reversed(FAMILIES.i
 TOKENS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-@pytest.mark.parametrize("name", sorted(multimodal.READERS.keys() - {"PaliGemmaForConditionalGeneration"}))
+CLASSES = sorted(multimodal.READERS.keys() - {"PaliGemmaForConditionalGeneration"})
+OF_EACH_READER = {multimodal.READERS[name]: name for name in CLASSES}.values()
+
+
+@pytest.mark.parametrize("name", slow_but(CLASSES, *OF_EACH_READER, *CLASSES[::4]))
 def test_text(name: str) -> None:
     """Behind the usual positions, and in a model of this class with the default kind of text model."""
     if not hasattr(transformers, name):

@@ -46,6 +46,7 @@ def routed(module: Any, rows: int, top_k: int = 2) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.thinned(1, most=6)
 def test_the_matrices_are_those_of_the_class(name: str) -> None:
     """What a description computes with them is what the module computes."""
     for module in experts_of(mixture(name)).values():
@@ -63,7 +64,7 @@ def test_the_matrices_are_those_of_the_class(name: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=6)
 def test_a_quantised_module_computes_what_the_class_does_with_its_weights(name: str, format: str) -> None:
     model = quantised_model(name, FORMATS[format])
     twin = dequantised(model, mixture(name))

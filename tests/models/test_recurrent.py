@@ -53,6 +53,7 @@ def decoded(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, *QUICK_RECURRENT_ROWS))
+@pytest.mark.thinned(1, most=6)
 def test_a_prompt(name: str) -> None:
     """Of more tokens than a chunk of transformers has, and of fewer than a convolution."""
     model = model_of(name)
@@ -238,6 +239,7 @@ MISTAKES: list[tuple[str, str, int, Callable[[Block], Block]]] = [
 @pytest.mark.parametrize(
     ("row", "layer", "change"), [pytest.param(row, layer, change, id=name) for name, row, layer, change in MISTAKES]
 )
+@pytest.mark.thinned(1, most=15)
 def test_a_mistake_is_seen(row: str, layer: int, change: Callable[[Block], Block]) -> None:
     model = model_of(row)
     description = read(model, "reference")

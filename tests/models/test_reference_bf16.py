@@ -46,7 +46,7 @@ def test_rounds_where_transformers_rounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(FIRST_ROWS, *FIRST_ROWS[::3]))
-@pytest.mark.thinned(1, most=10)
+@pytest.mark.thinned(1, most=5)
 def test_norms_round_where_their_modules_round(name: str) -> None:
     """In bf16 every norm with a weight has the bits of the module that the weight is from.
 
@@ -74,6 +74,7 @@ def test_norms_round_where_their_modules_round(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("name", slow_but([name for name in FIRST_ROWS if name not in MIXTURES], *FIRST_ROWS[::3]))
+@pytest.mark.thinned(1, most=8)
 def test_half_precision_is_as_exact_as_transformers(name: str) -> None:
     """Most families even have the same bits; not those that rotate in fp32, or whose matrices add biases otherwise."""
     exact = stock_logits(build(name, attn_implementation="eager"), TOKENS)
@@ -84,7 +85,7 @@ def test_half_precision_is_as_exact_as_transformers(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.thinned(1, most=5)
+@pytest.mark.thinned(1, most=2)
 def test_half_precision_of_mixtures_is_as_exact_as_transformers(name: str) -> None:
     """In most rows: where rounding turns a close choice between two experts, all of a row differs, and what follows."""
     exact_model, model = build(name, attn_implementation="eager"), model_of_bf16(name)

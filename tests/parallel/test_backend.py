@@ -47,7 +47,7 @@ def random_request(seed: int) -> tuple[list[list[int]], LookaheadConfig, Samplin
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=1)
 def test_any_number_of_ranks(ranks: int, seed: int) -> None:
     request = random_request(10 * seed + ranks)
     expected = summary(decode(ToyBackend(), *request))
@@ -201,6 +201,7 @@ def test_inputs_that_differ_in_what_they_want() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.thinned(1, most=1)
 def test_prompts_in_pieces_and_put_backs(ranks: int) -> None:
     """Few rows and little room: the ranks cut prompts alike, and put the same requests back."""
     prompts = [[i, *range(11), i] for i in range(5)]

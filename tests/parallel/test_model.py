@@ -16,7 +16,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.parallel.handshake import checksum
 
-CASES = random_cases(0, 4, tokens=12)
+CASES = random_cases(0, 2, tokens=12)
 
 
 @pytest.fixture(scope="module")

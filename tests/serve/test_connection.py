@@ -131,6 +131,7 @@ def test_requests_one_after_the_other(server: Running) -> None:
     ids=["request", "request and more", "no request", "flood"],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.thinned(1, most=4)
 def test_a_connection_ends_after_the_answer_to_the_first_of_several_requests(
     server: Running, more: bytes, stream: bool
 ) -> None:

@@ -45,6 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.thinned(1, most=8)
 def test_a_field_gives_the_same_with_guesses_and_without(server: Running, name: str) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.0}
     plain = server.complete(**body)["choices"]

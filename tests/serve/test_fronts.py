@@ -98,6 +98,7 @@ def events(one: Running, path: str, body: dict[str, Any]) -> list[Any]:
     ],
     ids=lambda value: None if isinstance(value, dict) else value.rsplit("/", 1)[1],
 )
+@pytest.mark.thinned(1, most=7)
 def test_a_reply_is_the_same(server: Running, front: Behind, path: str, body: dict[str, Any]) -> None:
     if "prediction" in body:
         body = {**body, "prediction": {"type": "content", "content": body["prediction"]}}

@@ -101,7 +101,7 @@ def test_a_large_schema_works(json_server: Running, schema: dict[str, Any]) -> N
 
 def test_a_grammar_that_fails_later_ends_its_request_with_a_reason(json_server: Running) -> None:
     """The text before is longer than what is tried before the request is accepted."""
-    schema = object_of({"a": {"type": "string", "minLength": 20}, "b": numbers(2000)}, required=True)
+    schema = object_of({"a": {"type": "string", "minLength": 20}, "b": numbers(600)}, required=True)
     body = {"messages": SAID, "response_format": formatted(schema), "max_tokens": 500, "seed": 1}
     long = {"prompt": "the", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     expected, found = json_server.complete(**long), list[Any]()
@@ -110,7 +110,7 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_reason(json_server: 
     for way in (True, False):
         message = refused(json_server.post(CHAT, **body, lookahead=way))
         assert "cannot be followed after" in message
-        assert "tokens: Parser Error: Current row has 7999 items" in message
+        assert "tokens: Parser Error: Current row has 2399 items" in message
     with json_server.client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -150,7 +150,7 @@ def test_a_guess_beyond_the_limits_ends_nothing(make_json_model: Callable[[], An
     model = make_json_model()
     grammars, size, ends = Grammars(model), model.backend.vocab_size, model.stop_ids
     grammars.mask(json_grammar(NUMBER))  # makes the tokenizer
-    text = json_grammar({"anyOf": [{"const": "yes"}, numbers(2000)]})
+    text = json_grammar({"anyOf": [{"const": "yes"}, numbers(600)]})
     compiled = LLMatcher(grammars._tokenizer, text, log_level=0, limits=grammar.LIMITS)
     brace, quote = (model.tokenizer.convert_tokens_to_ids(one) for one in '{"')
     tree = TokenTree([0, brace, quote], [-1, 0, 0], [0, 1, 1], [0, 1, 2], origins=[0, 0])

@@ -58,6 +58,7 @@ def test_where_any_name_is_answered(loaded: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/ready", "/metrics", "/v1/models", "/web/style.css", "/openapi.json"]
 )
+@pytest.mark.thinned(1, most=3)
 def test_head_is_get_without_its_body(server: Running, path: str) -> None:
     head, get = server.client.head(path), server.client.get(path)
     assert head.status_code == get.status_code

@@ -104,6 +104,7 @@ def test_reasoning_is_split_off_pieces_of_any_size(text: str, reasoning: str, an
 
 
 @pytest.mark.parametrize(("text", "reasoning", "answer"), [one for one in TEXTS if one[0]])
+@pytest.mark.thinned(1, most=3)
 def test_a_reply_has_its_reasoning_apart(free: Running, text: str, reasoning: str, answer: str) -> None:
     with saying(free, text):
         found = message(free)

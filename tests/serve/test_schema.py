@@ -8,9 +8,9 @@ import hypothesis
 import pytest
 import schemathesis
 from http_server import Running, running
-from marks import slow_but
+from marks import examples, slow_but
 
-EXAMPLES = 6
+EXAMPLES = examples(12)
 
 
 OPERATIONS = (

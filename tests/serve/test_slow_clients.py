@@ -81,6 +81,7 @@ def status_and_error(answer: bytes) -> tuple[int, dict[str, Any]]:
     ],
     ids=["headers", "header by letter", "header by header", "body", "body by letter", "body by chunk"],
 )
+@pytest.mark.thinned(1, most=3)
 def test_a_slow_client_gets_a_408(
     hasty: Running, caplog: pytest.LogCaptureFixture, begin: bytes, part: bytes, what: str
 ) -> None:

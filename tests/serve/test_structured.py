@@ -51,7 +51,7 @@ def texts(server: Running, **body: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ASKED)
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=2)
 def test_a_reply_follows_what_it_should(json_server: Running, kind: str) -> None:
     name, value = ASKED[kind]
     found = texts(json_server, structured_outputs={name: value})

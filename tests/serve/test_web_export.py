@@ -50,6 +50,7 @@ def test_there_is_nothing_to_download_before_the_first_message(page: Any) -> Non
     assert not page.locator("#export").is_visible()
 
 
+@pytest.mark.slow
 def test_markdown(page: Any) -> None:
     page.evaluate("sessionStorage.setItem('lookahead.key', 'top-secret')")
     page.wait_for_selector("#model:not(:empty)")

@@ -187,6 +187,7 @@ def test_the_welcome_is_read_from_its_top(page: Any) -> None:
     assert fits(page)
 
 
+@pytest.mark.slow
 def test_the_conversation_has_most_of_the_screen(page: Any) -> None:
     show(page, "chat")
     top, height = page.evaluate(
@@ -207,6 +208,7 @@ def test_the_conversation_has_most_of_the_screen(page: Any) -> None:
     assert fits(page)
 
 
+@pytest.mark.slow
 def test_the_results_of_a_race_are_in_view(page: Any) -> None:
     show(page, "race")
     for part in ("ratio", "same"):
@@ -258,5 +260,6 @@ def test_buttons_look_like_buttons_and_nothing_overflows(page: Any) -> None:
         assert page.locator("#export-json").is_visible()
 
 
+@pytest.mark.slow
 def test_the_colours_of_code_can_be_read_on_every_tint(page: Any) -> None:
     assert page.evaluate(FAINT_CODE) == []

@@ -31,7 +31,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def served(browser: Any) -> Iterator[Running]:
     """After the browser, so that nothing is loaded where the tests are skipped."""
-    with running(lookahead.load(config=LookaheadConfig(window=0, guesses=4, budget=12))) as server:
+    with running(lookahead.load(config=LookaheadConfig(window=0, guesses=4, budget=12), backend="eager")) as server:
         yield server
 
 

@@ -50,7 +50,7 @@ def adapted(name: str, base: str = "Llama") -> Any:
 @INPUTS
 @MORE
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.thinned(1, most=4)
+@pytest.mark.thinned(1, most=2)
 def test_same_as_stock(both: Any, name: str, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     model = adapted(name)
     found = both(model, inputs, max_new_tokens=24, pad_token_id=0, **more).same()
@@ -105,6 +105,7 @@ def test_an_adapter_that_comes_after_the_first_call(both: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["LoRA", "prompt tuning"])
+@pytest.mark.thinned(1, most=2)
 def test_the_graph_backend_where_it_can(both: Any, name: str) -> None:
     """Virtual tokens are K/V like any other; a LoRA layer is no plain matrix, unless it was merged."""
     model = adapted(name)

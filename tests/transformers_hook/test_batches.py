@@ -49,6 +49,7 @@ def test_padding_that_is_a_word(both: Any, llama: Any, batch: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.thinned(1, most=1)
 def test_mask_of_another_type(both: Any, llama: Any, batch: dict[str, Any], kind: torch.dtype) -> None:
     both(llama, {**batch, "attention_mask": batch["attention_mask"].to(kind)}, max_new_tokens=MANY).same()
 
@@ -151,7 +152,7 @@ def test_everything_hidden_is_refused(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_prefill_in_pieces(both: Any, model: Any, size: int) -> None:
     pair = both(model, ids(LONG), max_new_tokens=12, prefill_chunk_size=size).same()
     plain = model.generate(**ids(LONG), max_new_tokens=12, do_sample=False)
@@ -173,6 +174,7 @@ def healing(tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("words", [["the quick bro"], ["the quick bro", "once more the d", "def f"]], ids=["1", "3"])
+@pytest.mark.thinned(1, most=1)
 def test_token_healing(both: Any, llama: Any, tokenizer: Any, words: list[str]) -> None:
     """Stock replaces the last token of each prompt by a longer one that begins alike, before it decodes."""
     inputs = ids(*(tokenizer(word).input_ids for word in words), pad=1)

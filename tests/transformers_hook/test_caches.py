@@ -29,7 +29,7 @@ def longer(mask: torch.Tensor, by: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("implementation", [None, "dynamic", "static"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_cache_comes_back(both: Any, model: Any, implementation: str | None) -> None:
     """Everything but the last token's K/V, as in stock: that token was never run."""
     prompt = ids(LONG)
@@ -54,7 +54,7 @@ def test_some_model_skips_steps(both: Any, counting: Any, count_up: dict[str, An
 
 @pytest.mark.parametrize("implementation", [None, "static"])
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_cache_of_a_padded_batch(both: Any, model: Any, implementation: str | None, ends: bool) -> None:
     """Rows that have ended are followed by padding, which stock runs through the model like any token."""
     batch = ids(LONG, LONG[:5], LONG[3:12])

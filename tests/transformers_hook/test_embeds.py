@@ -23,7 +23,7 @@ def embedded(model: Any, inputs: dict[str, Any], *, keep_ids: bool = False) -> d
 
 @pytest.mark.parametrize("keep_ids", [False, True], ids=["alone", "with ids"])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "temperature": 0.7}], ids=str)
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_embeds(both: Any, llama: Any, inputs: dict[str, Any], keep_ids: bool, more: dict[str, Any], text: Any) -> None:
     """Alone, the output is the new tokens only, and processors see no prompt."""
     pair = both(llama, embedded(llama, inputs, keep_ids=keep_ids), max_new_tokens=MANY, **more).same()
@@ -35,6 +35,7 @@ def test_embeds(both: Any, llama: Any, inputs: dict[str, Any], keep_ids: bool, m
     "ends", [{"max_new_tokens": 1}, {"max_new_tokens": 6, "eos_token_id": list(range(200))}], ids=str
 )
 @pytest.mark.parametrize("given", [False, True], ids=["returned", "given"])
+@pytest.mark.thinned(1, most=3)
 def test_the_first_token_is_the_last(
     both: Any, llama: Any, inputs: dict[str, Any], ends: dict[str, Any], given: bool
 ) -> None:
@@ -67,6 +68,7 @@ def test_fewer_steps(both: Any, counting: Any, count_up: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("keep_ids", [False, True], ids=["alone", "with ids"])
 @pytest.mark.parametrize("limit", [{"max_length": 25}, {"max_length": 25, "min_length": 20}, {}], ids=str)
+@pytest.mark.thinned(1, most=2)
 def test_lengths(both: Any, llama: Any, prompt: dict[str, Any], keep_ids: bool, limit: dict[str, int]) -> None:
     """`generate` counts the embeddings as prompt."""
     ends = {"eos_token_id": list(range(40, 80)), "pad_token_id": 0}
@@ -89,7 +91,7 @@ def test_end_tokens_stop_strings_and_streamer(both: Any, llama: Any, batch: dict
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_outputs(both: Any, llama: Any, inputs: dict[str, Any], static: bool) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     implementation = "static" if static else None

@@ -74,6 +74,7 @@ def test_what_is_called_honoured_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (value, _) in NO_SAY.items() if value is not None])
+@pytest.mark.thinned(1, most=5)
 def test_field_without_a_say(both: Any, llama: Any, prompt: dict[str, Any], text: list[list[int]], name: str) -> None:
     pair = both(llama, prompt, max_new_tokens=8, **{name: NO_SAY[name][0]}).same()
     assert output_of(prompt, pair.ours)[0] == text[0][:8]

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])
-@pytest.mark.thinned(1, most=3)
+@pytest.mark.thinned(1, most=2)
 def test_max_new_tokens(both: Any, llama: Any, inputs: dict[str, Any], count: int) -> None:
     pair = both(llama, inputs, max_new_tokens=count).same()
     assert all(len(row) == count for row in output_of(inputs, pair.ours))
@@ -19,6 +19,7 @@ def test_max_new_tokens(both: Any, llama: Any, inputs: dict[str, Any], count: in
         assert pair.compression > 1
 
 
+@pytest.mark.thinned(1, most=1)
 def test_max_length_counts_the_prompt(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     limit = inputs["input_ids"].shape[1] + 9
     assert both(llama, inputs, max_length=limit).same().tokens.shape[1] == limit
@@ -33,7 +34,7 @@ def test_twenty_tokens_without_a_limit(both: Any, llama: Any, batch: dict[str, A
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 15, 16, 17, 18, 19])
-@pytest.mark.thinned(1, most=5)
+@pytest.mark.thinned(1, most=3)
 def test_limit_at_every_place_of_a_block(both: Any, counting: Any, count_up: dict[str, Any], count: int) -> None:
     """The suffix source gives 16 right guesses at once; whatever the limit, not a token more comes out."""
     pair = both(counting, count_up, max_new_tokens=count).same()
@@ -42,7 +43,7 @@ def test_limit_at_every_place_of_a_block(both: Any, counting: Any, count_up: dic
 
 
 def test_limit_inside_a_block_of_a_batch(both: Any, llama: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
-    count = inside(blocks(llama, prompt, max_new_tokens=80))
+    count = inside(blocks(llama, prompt, max_new_tokens=40))
     assert both(llama, batch, max_new_tokens=count).same()
 
 
@@ -50,7 +51,7 @@ def test_limit_inside_a_block_of_a_batch(both: Any, llama: Any, prompt: dict[str
     "least",
     [{"min_new_tokens": 12}, {"min_length": 40}, {"min_new_tokens": 12, "min_length": 3}, {"min_new_tokens": 30}],
 )
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_least_length(both: Any, llama: Any, inputs: dict[str, Any], least: dict[str, int], text: Any) -> None:
     """The end token comes early, and is not to be chosen yet."""
     eos = text[0][4]

@@ -190,7 +190,7 @@ WHEN = pytest.mark.parametrize("known", [False, True], ids=["before the first ca
     ("place", "rule"), [*(("a layer", rule) for rule in RULES), *((place, "one") for place in list(HOOKS)[1:])]
 )
 @WHEN
-@pytest.mark.thinned(1, most=6)
+@pytest.mark.thinned(1, most=3)
 def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, rule: str, known: bool) -> None:
     if known:
         said(both, model)
@@ -326,7 +326,7 @@ def test_a_model_that_prepares_its_passes(both: Any, model: Any, rule: str) -> N
 @pytest.mark.parametrize(
     "path", slow_but(["model.layers.1", "model.layers.0.mlp", "model.embed_tokens"], "model.layers.1")
 )
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_a_forward_set_on_a_module(both: Any, model: Any, make: Any, path: str) -> None:
     """Before the first call, replaced by another, removed, and set again."""
     module = model.get_submodule(path)
@@ -411,7 +411,7 @@ def test_a_forward_set_on_a_class(both: Any, model: Any, known: bool) -> None:
 
 
 @WHEN
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 @pytest.mark.parametrize("kind", ["forward", "model", "class", "hook", "all modules", "before all modules"])
 def test_the_graph_backend_calls_no_patch(model: Any, kind: str, known: bool) -> None:
     """So even one that changes nothing is refused there."""
@@ -438,6 +438,7 @@ def test_the_graph_backend_calls_no_patch(model: Any, kind: str, known: bool) ->
 
 
 @pytest.mark.parametrize("kind", ["forward", "all modules"])
+@pytest.mark.thinned(1, most=1)
 def test_auto_then_takes_the_eager_backend(both: Any, model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "input_device", lambda model: torch.device("cuda"))
     if kind == "forward":
@@ -524,7 +525,7 @@ def test_a_patch_does_not_keep_the_model_alive() -> None:
     assert gone() is None
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "the prompt's"])
 def test_a_loaded_model(model: Any, tokenizer: Any, rule: str, backend: str) -> None:

@@ -80,6 +80,7 @@ def test_honoured(both: Any, base: type, change: Any, inputs: dict[str, Any], mo
 
 
 @pytest.mark.parametrize("change", [add_to_positions(3), virtual_tokens], ids=["further", "virtual tokens"])
+@pytest.mark.thinned(1, most=1)
 def test_a_second_turn_on_the_cache(change: Any) -> None:
     model = changed(change)
     turns = {}

@@ -36,7 +36,7 @@ QUIET = {"renormalize_logits", "remove_invalid_values"}
 
 
 @pytest.mark.parametrize("field", slow_but(FIELDS, *FIELDS.keys() - {"watermarking_config, selfhash"}))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=6)
 def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     pair = both(llama, inputs, max_new_tokens=MANY, pad_token_id=1, **FIELDS[field], **wants).same()
@@ -76,6 +76,7 @@ def test_forced_first_token(both: Any, llama: Any, start: list[list[int]]) -> No
     assert all(row[0] == 44 for row in output_of(inputs, pair.ours))
 
 
+@pytest.mark.thinned(1, most=1)
 def test_prefix_allowed_tokens(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     """The function is told which row of the batch it is asked about: rows have alphabets of their own."""
 
@@ -177,6 +178,7 @@ def processors(*parts: LogitsProcessor) -> dict[str, Any]:
     return {"logits_processor": LogitsProcessorList(parts)}
 
 
+@pytest.mark.thinned(1, most=1)
 def test_processor_without_a_memory(both: Any, llama: Any, text: Any, inputs: dict[str, Any]) -> None:
     pair = both(llama, inputs, max_new_tokens=MANY, **processors(Flip())).same()
     assert output_of(inputs, pair.ours) != plain(text, inputs)
@@ -193,7 +195,7 @@ def same_log(pair: Pair) -> None:
 
 @pytest.mark.parametrize("end", [{}, {"eos_token_id": [30, 31, 32], "pad_token_id": 1}], ids=["no eos", "eos"])
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_processor_is_called_once_per_token(
     both: Any, llama: Any, inputs: dict[str, Any], end: Any, sample: bool
 ) -> None:
@@ -223,7 +225,7 @@ def test_processor_that_edits_in_place(
 
 def test_processor_that_raises_behind_the_end(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
     """The end falls inside an accepted block, at every place of it."""
-    for eos in range(11, 28, 3):
+    for eos in range(11, 28, 8):
         pair = both(
             counting, count_up, max_new_tokens=MANY, eos_token_id=eos, fresh=lambda e=eos: processors(Grammar(e))
         )

@@ -25,7 +25,7 @@ WARPERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.thinned(1, most=4)
+@pytest.mark.thinned(1, most=3)
 def test_warper(both: Any, llama: Any, inputs: dict[str, Any], warper: str) -> None:
     """The kept scores show that it was at work: something was cut off, or all was stretched."""
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -39,7 +39,7 @@ def test_warper(both: Any, llama: Any, inputs: dict[str, Any], warper: str) -> N
 
 
 @pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.thinned(1, most=4)
+@pytest.mark.thinned(1, most=3)
 def test_a_whole_tree_is_drawn_at_once(
     both: Any, llama: Any, inputs: dict[str, Any], warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +76,8 @@ def test_seeds(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
 def test_guesses_are_accepted_while_sampling(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
     """A text that mostly counts on, with a slip now and then."""
     sampled = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7}
-    pairs = [both(counting, count_up, **sampled, seed=seed).same() for seed in range(4)]
-    assert sum(pair.compression > 4 for pair in pairs) >= 2
+    pairs = [both(counting, count_up, **sampled, seed=seed).same() for seed in range(2)]
+    assert any(pair.compression > 4 for pair in pairs)
     assert any(output_of(count_up, pair.ours)[0] != list(range(11, 41)) for pair in pairs)
 
 
@@ -88,6 +88,7 @@ def test_rows_that_end(both: Any, llama: Any, batch: dict[str, Any]) -> None:
     assert len({stats.generated_tokens for stats in pair.hook.stats}) > 1
 
 
+@pytest.mark.thinned(1, most=1)
 def test_several_answers(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     pair = both(llama, inputs, max_new_tokens=MANY, do_sample=True, num_return_sequences=3, temperature=0.7).same()
     rows = output_of(inputs, pair.ours)
@@ -95,6 +96,7 @@ def test_several_answers(both: Any, llama: Any, inputs: dict[str, Any]) -> None:
     assert rows[0] != rows[1]
 
 
+@pytest.mark.thinned(1, most=1)
 def test_generator(llama: Any, inputs: dict[str, Any]) -> None:
     """`generator=` takes the place of torch's own, which it leaves alone. Stock `generate` has no such argument."""
     torch.manual_seed(11)

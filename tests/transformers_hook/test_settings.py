@@ -37,7 +37,7 @@ def test_settings_change_a_config() -> None:
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "jacobi", "prompt-lookup"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_every_method_is_exact(both: Any, llama: Any, inputs: dict[str, Any], method: str) -> None:
     hook = lookahead.decoding(LookaheadConfig.for_method(method))
     pair = both(llama, inputs, max_new_tokens=20, hook=hook).same()
@@ -47,6 +47,7 @@ def test_every_method_is_exact(both: Any, llama: Any, inputs: dict[str, Any], me
 @pytest.mark.parametrize(
     "settings", [{}, {"recycle_scope": "model"}, {"ngram": 2}, {"window": 0}, {"budget": 1}], ids=str
 )
+@pytest.mark.thinned(1, most=3)
 def test_settings_do_not_change_the_text(
     both: Any, counting: Any, count_up: dict[str, Any], settings: dict[str, Any], tmp_path: Any, monkeypatch: Any
 ) -> None:

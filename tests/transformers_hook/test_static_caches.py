@@ -50,7 +50,7 @@ def test_given_to_a_prompt_of_one_token(both: Any, model: Any, length: int) -> N
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 4, len(LONG)])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=2)
 def test_hidden_states_of_few_tokens(both: Any, model: Any, count: int, length: int) -> None:
     """The model's own passes that a tree is compared with are longer than the cache has room for."""
     options = {**TURN, "max_new_tokens": count, "output_hidden_states": True, "cache_implementation": "static"}
@@ -62,7 +62,7 @@ def test_hidden_states_of_few_tokens(both: Any, model: Any, count: int, length: 
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "hybrid", "hybrid_chunked"])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_old_names(both: Any, model: Any, name: str) -> None:
     """transformers makes the cache that 'static' names, and its layers follow the model's."""
     pair = both(model, ids(LONG), cache_implementation=name, **TURN).same()

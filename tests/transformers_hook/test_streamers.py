@@ -45,7 +45,7 @@ def test_the_first_row_ends_inside_a_block(both: Any, counting: Any, count_up: d
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20, 30)), "pad_token_id": 1}], ids=["no eos", "eos"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=1)
 def test_several_rows(both: Any, llama: Any, batch: dict[str, Any], sample: bool, ends: dict[str, Any]) -> None:
     """One tensor [B] per position, just as stock gives them, padding of rows that have ended included."""
     pair = both(
@@ -70,6 +70,7 @@ def test_end_token_inside_a_block(both: Any, counting: Any, count_up: dict[str, 
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_prompt": True}, {"skip_special_tokens": True}], ids=str)
+@pytest.mark.thinned(1, most=2)
 def test_text_streamer(
     both: Any, llama: Any, tokenizer: Any, prompt: dict[str, Any], options: dict[str, bool], capsys: Any
 ) -> None:

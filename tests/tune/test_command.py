@@ -107,6 +107,7 @@ def test_plot_is_deprecated(model: ScriptedModel, tmp_path: Path) -> None:
         (["--prompts", "nowhere.txt"], "cannot read the prompts in 'nowhere.txt'"),
     ],
 )
+@pytest.mark.thinned(1, most=4)
 def test_mistakes_are_one_line_before_anything_is_loaded(model: ScriptedModel, args: list[str], message: str) -> None:
     result = run(model, *args)
     assert result.exit_code == 2

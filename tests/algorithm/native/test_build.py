@@ -66,6 +66,7 @@ def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Monke
 @needs_compiler
 @unoptimised_build
 @pytest.mark.parametrize("damage", ["not a library", "writable by others"])
+@pytest.mark.thinned(1, most=1)
 def test_a_library_that_cannot_be_trusted_is_compiled_anew(tmp_path: Path, damage: str) -> None:
     path = tmp_path / f"{native.fingerprint()}.so"
     path.write_bytes(b"")
@@ -173,7 +174,7 @@ DRIFTS = {
 @needs_compiler
 @unoptimised_build
 @pytest.mark.parametrize("drift", DRIFTS)
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_structs_that_python_packs_otherwise_are_found_out(
     drift: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

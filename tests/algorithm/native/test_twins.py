@@ -379,7 +379,7 @@ def test_every_step_of_the_graph_backend_is_the_same(
         config = LookaheadConfig(window=3, ngram=ngram, guesses=4, budget=40, sources=SOURCES)
         config = without_cost(config) if shared else config
         for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
-            sampling, rules = SamplingParams(temperature=temperature, seed=seed), StopRules(max_tokens=24 + 8 * seed)
+            sampling, rules = SamplingParams(temperature=temperature, seed=seed), StopRules(max_tokens=14 + 6 * seed)
             sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
             stood.append(sequence.cached_draft is not None)
             engine.submit(Request(sequence))

@@ -71,23 +71,28 @@ def test_greedy_tokens_are_transformers_own(name: str, settings: LookaheadConfig
     assert outputs(made, PROMPTS[:2], LookaheadConfig(window=8, budget=128)) == expected[:2]
 
 
-def test_a_long_text_crosses_blocks_and_outgrows_the_buffer(settings: LookaheadConfig, plain: Plain) -> None:
+@pytest.mark.parametrize("count", slow_but([100, 200], 100))
+def test_a_long_text_crosses_blocks_and_outgrows_the_buffer(
+    count: int, settings: LookaheadConfig, plain: Plain
+) -> None:
     made = CpuBackend(model("llama"), probed=False)
     prompt = [(7 * i + i // 3) % VOCABULARY for i in range(300)]
-    assert outputs(made, [prompt, PROMPTS[0]], settings, 200) == [
-        plain(model("llama"), prompt, 200),
-        plain(model("llama"), PROMPTS[0], 200),
+    assert outputs(made, [prompt, PROMPTS[0]], settings, count) == [
+        plain(model("llama"), prompt, count),
+        plain(model("llama"), PROMPTS[0], count),
     ]
 
 
 @pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("sampling", [SamplingParams(0.9, seed=3), SamplingParams(1.3, top_k=9, top_p=0.9, seed=8)])
 @pytest.mark.thinned(1, most=1)
-def test_seeded_sampling_equals_autoregressive(settings: LookaheadConfig, quantised: bool) -> None:
+def test_seeded_sampling_equals_autoregressive(
+    settings: LookaheadConfig, sampling: SamplingParams, quantised: bool
+) -> None:
     made = backend(quantised=quantised)
-    for sampling in (SamplingParams(0.9, seed=3), SamplingParams(1.3, top_k=9, top_p=0.9, seed=8)):
-        drawn = outputs(made, PROMPTS, settings, 24, sampling)
-        assert drawn == [outputs(made, [p], AUTOREGRESSIVE, 24, sampling)[0] for p in PROMPTS]
-        assert drawn != outputs(made, PROMPTS, settings)
+    drawn = outputs(made, PROMPTS, settings, 24, sampling)
+    assert drawn == [outputs(made, [p], AUTOREGRESSIVE, 24, sampling)[0] for p in PROMPTS]
+    assert drawn != outputs(made, PROMPTS, settings)
 
 
 def test_pieces_of_a_prompt_are_cached_without_a_commit(plain: Plain) -> None:

@@ -61,14 +61,14 @@ def error(described: Decoder, other: Decoder | None = None) -> float:
 
 
 @pytest.mark.parametrize("knob", MIXTURES)
-@pytest.mark.thinned(1, most=10)
+@pytest.mark.thinned(1, most=5)
 def test_logits_are_those_of_the_description(knob: str) -> None:
     assert error(decoder(knob)) < 1e-5
 
 
 @pytest.mark.parametrize("format", [FP8, MXFP4], ids=str)
 @pytest.mark.parametrize("knob", ["softmax", "transposed", "alternating, clamped", "shared expert behind a gate"])
-@pytest.mark.thinned(1, most=4)
+@pytest.mark.thinned(1, most=2)
 def test_quantised_experts_are_expanded(knob: str, format: Format) -> None:
     rounded = quantised(decoder(knob), format)
     assert error(rounded) < 1e-5
@@ -90,6 +90,7 @@ def test_int8_experts_multiply_integers(knob: str) -> None:
 
 
 @pytest.mark.parametrize("knob", slow_but(MIXTURES, "softmax", "groups", "sparse mixer", "alternating, clamped"))
+@pytest.mark.thinned(1, most=2)
 def test_a_row_has_the_same_bits_in_every_step(knob: str) -> None:
     small = reduced_model(decoder(knob))
     assert invariant_nodes(backend(small), (1, HOME - 2)) == SPARE + 1

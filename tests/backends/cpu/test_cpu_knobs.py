@@ -153,7 +153,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("length", slow_but([3, 30, HOME - 2], HOME - 2))
-@pytest.mark.parametrize("knob", ALL)
+@pytest.mark.parametrize("knob", slow_but(ALL, *list(KNOBS)[1::2], *TOGETHER))
 def test_logits_are_those_of_the_description(knob: str, length: int) -> None:
     """A tree behind prefixes shorter and longer than windows and chunks, and one behind what is committed of it beside
     a neighbour."""

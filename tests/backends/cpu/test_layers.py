@@ -69,7 +69,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
-@pytest.mark.thinned(1, most=24)
+@pytest.mark.thinned(1, most=12)
 def test_every_model_of_the_table(name: str) -> None:
     """A tree behind prefixes shorter and longer than the windows."""
     decoder, tree = read(build(name), "cpu"), random_tree(20, 4)
@@ -119,6 +119,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.thinned(1, most=4)
 def test_one_layer_that_differs_in_one_way(change: str) -> None:
     """Of two layers that are alike, the second one is changed. That must show, and as the description has it."""
     whole = uneven_decoder()

@@ -81,7 +81,7 @@ class Counting(ChainBackend):
 
 @pytest.mark.parametrize("depth", range(6))
 @pytest.mark.parametrize("name", slow_but(known((*RECURRENT, *OTHERS)), "Qwen3NextForCausalLM"))
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_chains_that_are_refused_at_this_depth(name: str, depth: int) -> None:
     """A prediction with a wrong token after every `depth` right ones: accepted tokens run again in front of the next
     root, and no pass is added."""

@@ -103,7 +103,7 @@ def generate(model: Any, prompts: tuple[list[int], ...], sample: bool, **how: An
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, most=3)
 def test_same_tokens(family: str, sample: bool) -> None:
     steps = tokens = 0
     for prompts in ((LONG,), BATCH):

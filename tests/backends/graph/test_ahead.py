@@ -465,7 +465,7 @@ def test_a_step_ahead_is_captured_without_a_trace() -> None:
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
-@pytest.mark.thinned(1, most=4)
+@pytest.mark.thinned(1, most=2)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
     """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))
@@ -483,6 +483,7 @@ def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list
 
 
 @pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_chunk])
+@pytest.mark.thinned(1, most=2)
 def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
     """No step may run ahead of these inputs: their next token is unknown, or the results would be overwritten."""
     backend = GraphBackend(tiny("Llama", device=device))

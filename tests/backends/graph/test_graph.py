@@ -141,7 +141,7 @@ def test_sampling_equals_autoregressive(name: str, device: str, settings: Lookah
         ("qwen2-hybrid", {"max_window_layers": 0}),
     ],
 )
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain: Plain) -> None:
     """Without its biases, norms of q and k, or windows a model gives other tokens: the tests above would notice."""
     with_it, without = make(name), make(name, **changes)
@@ -196,6 +196,7 @@ def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_but(range(3), 0))
 def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadConfig) -> None:
     """Up to seven at once, greedy and sampled, each with its own budget. One is removed; the others stay exact.
@@ -443,6 +444,7 @@ def test_a_prompt_in_pieces(name: str, pieces: list[int], device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-hybrid"])
+@pytest.mark.thinned(1, most=1)
 def test_chunks_and_trees_in_one_pass(name: str, device: str) -> None:
     """Pieces of prompts, prompts with their trees, trees and single tokens of seven sequences, as one by one."""
     model = make(name, device)
@@ -565,7 +567,7 @@ def skipping_tree(size: int, seed: int) -> tuple[TokenTree, list[int]]:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("length", slow_but([0, 50, 62, 63, 64, 65, 126, 127, 128, 129], 62, 63, 64, 128))
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_commits_across_pages(name: str, length: int, device: str) -> None:
     """A prompt that ends at a page's border, then accepted nodes that move from one page to another."""
     model = make(name, device)
@@ -1257,6 +1259,7 @@ def test_does_not_refuse(name: str) -> None:
     check_lowered(read(make(name), "graph"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_bias", [False, True])
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}])
 @pytest.mark.thinned(1, most=1)
@@ -1319,7 +1322,7 @@ def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> No
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("size", [1, 2, 16, 33, 130, 512])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_results_equal_the_eager_backends(name: str, size: int, device: str) -> None:
     """One tree behind a prompt: logits, targets, the likeliest tokens and their levels."""
     model = make(name, device, max_position_embeddings=1024)
@@ -1350,6 +1353,7 @@ def test_results_of_a_ragged_batch(device: str) -> None:
 
 @pytest.mark.parametrize("kind", [EagerBackend, GraphBackend])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.thinned(1, most=2)
 def test_chunks_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     """Sequences of a batch have no chunk, a short one and a long one. Afterwards all K/V stands where it belongs:
 

@@ -58,7 +58,7 @@ def check_trees(backend: GraphBackend, described: Decoder, lengths: Sequence[int
 
 @pytest.mark.parametrize("name", slow_but([row[0] for row in ROWS], *FIRST_ROWS))
 @LENGTHS
-@pytest.mark.thinned(1, most=24)
+@pytest.mark.thinned(1, most=12)
 def test_every_model_of_the_table(name: str, length: int, device: str) -> None:
     check_trees(GraphBackend(build(name, device)), read(build(name, device), "graph"), [length])
 
@@ -66,7 +66,7 @@ def test_every_model_of_the_table(name: str, length: int, device: str) -> None:
 ALL_KNOBS = KNOBS | MIXTURES
 
 
-@pytest.mark.parametrize("name", ALL_KNOBS)
+@pytest.mark.parametrize("name", slow_but(ALL_KNOBS, *list(ALL_KNOBS)[::2]))
 @LENGTHS
 def test_every_knob(name: str, length: int, device: str) -> None:
     """Descriptions that differ in one knob each, some of their layers only."""

@@ -89,6 +89,7 @@ def test_trees_of_every_model(name: str, length: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(ROWS, *KINDS, "mamba2"))
+@pytest.mark.thinned(1, most=2)
 def test_greedy_equals_transformers(name: str, device: str, plain: Plain, settings: LookaheadConfig) -> None:
     """Alone, in a batch, and token by token. Limits of a prompt's time steps are those of the prompt alone."""
     model = make(name, device)

@@ -30,7 +30,7 @@ def run(
 @pytest.mark.parametrize(
     ("activation", "gated"), [*((each, True) for each in Activation), *((each, False) for each in UNGATED)]
 )
-@pytest.mark.thinned(1, most=14)
+@pytest.mark.thinned(1, most=7)
 def test_activate(device: torch.device, dtype: torch.dtype, activation: Activation, gated: bool) -> None:
     """With a bias and without; a row has the same bits alone."""
     torch.manual_seed(0)

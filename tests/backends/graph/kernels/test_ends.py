@@ -65,7 +65,7 @@ def test_finish_logits(device: torch.device, dtype: torch.dtype, biased: bool, s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inner"), [(7, 4096), (1, 40), (54, 600)])
-@pytest.mark.thinned(1, most=2)
+@pytest.mark.thinned(1, most=1)
 def test_last_columns(device: torch.device, dtype: torch.dtype, columns: int, inner: int) -> None:
     """They are written to the end of longer rows, and a row has the same bits among any others, also where products
     cancel."""

@@ -208,7 +208,7 @@ IN_TWO_LAUNCHES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*FUSED, *IN_TWO_LAUNCHES])
-@pytest.mark.thinned(1, most=24)
+@pytest.mark.thinned(1, most=10)
 def test_every_kind_of_projections(device: torch.device, dtype: torch.dtype, name: str) -> None:
     case = Case(device, dtype)
     changes = projections(name, case)

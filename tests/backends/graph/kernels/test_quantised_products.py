@@ -122,7 +122,7 @@ def check_product(found: torch.Tensor, x: torch.Tensor, layer: QuantisedLinear, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_n}x{tile.block_m} {tile.warps}")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.thinned(1, most=40)
+@pytest.mark.thinned(1, most=16)
 def test_products(name: str, shape: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device) -> None:
     case = CASES[name]
     layer = random_layer(case.format, *shape, scales=case.scales, offsets=case.offsets)
