@@ -14,6 +14,7 @@ from toys import ToyBackend
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.engine.settings import RequestSettings
 from lookahead.generate import LookaheadModel
 from lookahead.models.facts import UnsupportedModelError
 
@@ -72,11 +73,25 @@ def test_keys_and_values_of_other_weights_are_not_found(
         lm.generate(PROMPT, max_tokens=2)
         return int(lm.backend.cache_use().hit_tokens - before)
 
+    def steps_hits() -> int:
+        """As `hits`, by an engine of its own."""
+        before = lm.backend.cache_use().hit_tokens
+        for _ in lm.steps(PROMPT, RequestSettings(max_tokens=2)):
+            pass
+        return int(lm.backend.cache_use().hit_tokens - before)
+
     assert hits() == 0
     assert hits() > 0
     lm.reload_weights()
-    assert hits() == 0
+    assert steps_hits() == 0
     assert hits() > 0
+    open_steps = lm.steps(PROMPT, RequestSettings(max_tokens=8))
+    next(open_steps)
+    with pytest.raises(RuntimeError, match="1 sequences are open; change the weights when they have ended"):
+        lm.reload_weights()
+    open_steps.close()
+    lm.reload_weights()
+    assert hits() == 0
 
 
 def test_replaced_tensors_that_captured_steps_cannot_read_are_refused(

@@ -209,8 +209,8 @@ class Backend(Protocol):
         ...
 
     def reload_weights(self) -> None:
-        """Read the weights of `model` again, which were changed. No slot is open. K/V that stay cached are those of
-        the old weights: the engine opens later slots with another salt."""
+        """Read the weights of `model` again, which were changed, and forget the K/V of the old ones. No slot may be
+        open."""
         ...
 
     # A step

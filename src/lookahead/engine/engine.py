@@ -89,7 +89,6 @@ class Engine:
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests run; change the weights when they have ended")
         self.backend.reload_weights()
-        self._scheduler.weights += 1
 
     def abort(self, *, wait: bool = True) -> None:
         """Remove all requests after an error of the backend. Their K/V are not cached.

@@ -16,6 +16,7 @@ from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.prompts import prompt_chunk
 from lookahead.engine.batch import ScheduledBatch, ScheduledRequest
 from lookahead.engine.request import Request, Verifier
+from lookahead.kv.slots import NoSlotError
 
 LEAST_SHARED = 256
 """A prompt chunk is made shorter, so that others can share what is before its end, only if it still has this many
@@ -46,7 +47,6 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
-        self.weights = 0  # how often the model's weights have changed
         self._retry_in = 0  # steps until the next request, which did not fit, is tried again
         self._steady: list[ScheduledRequest] = []  # all running requests if they all decode, until that changes
 
@@ -57,8 +57,6 @@ class Scheduler:
         request.queued_at, request.inexact = perf_counter(), self._is_inexact(request)
         if request.inexact:  # exact requests must not share its K/V
             request.salt += " inexact"
-        if self.weights:  # the K/V of other weights are not shared
-            request.salt += f" weights {self.weights}"
         if request.slot < 0:
             self.waiting.append(request)
             return
@@ -166,7 +164,7 @@ class Scheduler:
             tokens = request.sequence.tokens
             try:
                 request.slot = self.backend.open(tokens, request.salt)
-            except DeviceMemoryError:
+            except (DeviceMemoryError, NoSlotError):  # others may use the backend, too
                 if not self.running or self.backend.capabilities.ranks > 1:
                     raise
                 self._retry_in = RETRY_STEPS

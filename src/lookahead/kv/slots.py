@@ -33,6 +33,10 @@ class Slot:
     snapshot: int = -1
 
 
+class NoSlotError(RuntimeError):
+    """All slots are open."""
+
+
 class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
@@ -76,7 +80,7 @@ class Slots:
         """Open a slot for a new sequence. It shares the cached pages of its longest known prefix. K/V alone do not
         continue a recurrent state, so with such states the prefix ends at a snapshot, whose place the slot gets."""
         if not self.free_indices:
-            raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
+            raise NoSlotError(f"{self.most_slots} sequences are open; close one before you open another")
         number, tables = self._next, self.pool.open(tokens, salt, self.snapshots)
         self._next += 1
         slot = self.by_number[number] = Slot(self.free_indices.pop(), tables, tables[0].cached, 0, [0] * len(tables))
@@ -95,6 +99,12 @@ class Slots:
         if self.snapshots is not None:
             self.snapshots.drop(number)
         self.pool.close(closed.tables)
+
+    def forget(self, pool: PagePools) -> None:
+        """Forget all cached pages and snapshots. `pool` has the same pages, all free. No slot may be open."""
+        self.replace_pages(pool, self.longest)
+        if self.snapshots is not None:
+            self.snapshots.forget()
 
     # Pages.
 

@@ -107,6 +107,11 @@ class Snapshots:
         """Forget the snapshots of a slot that ends and was not remembered."""
         self.remember(number, ())
 
+    def forget(self) -> None:
+        """Forget all snapshots that others may use."""
+        self._free += self._known.values()
+        self._known.clear()
+
     def __contains__(self, digest: object) -> bool:
         return digest in self._known
 

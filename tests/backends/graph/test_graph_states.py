@@ -29,6 +29,7 @@ from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import scheduler
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.kv.slots import NoSlotError
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
 from lookahead.models.reference import forward_tree
@@ -149,6 +150,38 @@ def test_requests_join_and_slots_are_used_again(
     assert len(wanted) > 9
     for sequence, expected in wanted.values():
         assert sequence.output == expected
+
+
+def test_a_request_waits_for_a_slot_that_another_engine_has(
+    plain: Plain, settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("lfm2")
+    size = sum(group.slot_bytes(4) for group in states.state_groups_of(read(model, "graph")))
+    monkeypatch.setattr(states, "CPU_BYTES", 2 * size)
+    monkeypatch.setattr(states, "free_bytes", lambda device: None)
+    backend = GraphBackend(model)
+
+    def request(count: int) -> Request:
+        return Request(DecodingSequence(tokens(5), settings, None, StopRules(count, frozenset(), backend.max_length)))
+
+    server, other = Engine(backend), Engine(backend)
+    requests = [request(20), request(20)]
+    server.submit(requests[0])
+    server.step()
+    held = other.submit(request(20))
+    other.step()
+    server.submit(requests[1])
+    server.step()
+    assert len(backend.slots) == 2
+    assert requests[1].sequence.generated == 0
+    third = Engine(backend)
+    third.submit(request(1))
+    with pytest.raises(NoSlotError, match="2 sequences are open"):
+        third.step()  # nothing of its own will end
+    other.cancel(held)
+    while server.running:
+        server.step()
+    assert all(one.sequence.output == plain(make("lfm2"), tokens(5), 20) for one in requests)
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, "qwen3.5"))

@@ -161,6 +161,10 @@ class GraphBackend:
         return self.layers.has_computed_weights(self.model)
 
     def reload_weights(self) -> None:
+        if self.slots:
+            raise RuntimeError(f"{len(self.slots)} sequences are open; change the weights when they have ended")
+        self._ahead.drop()
+        self.slots.forget(new_pools(self.kv, self.most_rows))
         if not self.reads_weights_of(self.model):
             raise UnsupportedModelError(
                 "captured steps cannot read the model's new weights, because tensors were replaced; change weights in "

@@ -128,8 +128,8 @@ def _multiply_few(
     KIND: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr,
     HALF: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr, PTX: tl.constexpr,
     CHUNKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, COMBINES: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    SPLITS: tl.constexpr, COMBINES: tl.constexpr, GATED: tl.constexpr, ALTERNATE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of N x splits, experts). KIND is -1 for plain numbers. `x` are rows; if COMBINES, they are pairs."""
     # 1. The expert, and its pairs. What is read here is read at once: a short program waits for its addresses.
