@@ -119,7 +119,7 @@ def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str
     return Batch(input_ids, mask, past)
 
 
-def is_plain(batch: Batch, model_kwargs: Mapping[str, Any], *, multimodal: bool = False) -> bool:
+def is_ids_only(batch: Batch, model_kwargs: Mapping[str, Any], *, multimodal: bool = False) -> bool:
     """Whether the prompt is only token ids, left-padded, with positions counted from each first token. With
     `multimodal` also what a multimodal class prepares for such a prompt: no encoder's output, and several equal
     positions of a token."""

@@ -30,7 +30,7 @@ from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, cached_copies, kind_of
 from lookahead.transformers_hook import caches, chains, facts, output_collector
-from lookahead.transformers_hook.arguments import check_prompt, is_plain, limit_of
+from lookahead.transformers_hook.arguments import check_prompt, is_ids_only, limit_of
 from lookahead.transformers_hook.backends import Backends
 from lookahead.transformers_hook.cache_state import restored_on_error
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
@@ -81,13 +81,13 @@ class Run:
         length, (batch_size, tokens) = self.batch.input_ids.shape[1], self.batch.mask.shape
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - length))
         graph = self._backends.graph_or_none(batch_size, tokens + max(0, self.wants.max_length - length))
-        if graph is not None and not graph.capabilities.adopts and not self._runs_whole(graph):
+        if graph is not None and not graph.capabilities.adopts and not self._fits_graph(graph):
             graph = None
         if graph is None:
             return self._decode_after(None, config, rules, streamer)
         with self.facts.turn:
-            whole = not graph.capabilities.adopts  # see `_runs_whole`
-            plain = whole or (is_usual(self.model) and is_plain(self.batch, self.kwargs))
+            whole = not graph.capabilities.adopts  # see `_fits_graph`
+            plain = whole or (is_usual(self.model) and is_ids_only(self.batch, self.kwargs))
             if plain and graph.capabilities.runs_prompts:
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
@@ -95,9 +95,9 @@ class Run:
                 return self._decode(engine, None, noise, rules, streamer)
             return self._decode_after(graph, config, rules, streamer)
 
-    def _runs_whole(self, graph: GraphBackend) -> bool:
+    def _fits_graph(self, graph: GraphBackend) -> bool:
         """Whether a graph backend that adopts no K/V can run the call: its prompt too, and no cache is left behind."""
-        reason, remedy = self._why_not_whole(graph)
+        reason, remedy = self._why_not_on_graph(graph)
         if not reason:
             return True
         if self._backends.name == "graph":
@@ -105,14 +105,14 @@ class Run:
         self.facts.log_once(f"note: {reason}; the eager backend runs it")
         return False
 
-    def _why_not_whole(self, graph: GraphBackend) -> tuple[str, str]:
+    def _why_not_on_graph(self, graph: GraphBackend) -> tuple[str, str]:
         """Why the graph backend cannot run all of the call, and what to change; empty if it can."""
         if not is_of_library(self.model):  # known classes prepare caches of their own, at most
             return (
                 "the graph backend runs no prompt of a model whose inputs other code prepares, such as an adapter",
                 "",
             )
-        if not is_plain(self.batch, self.kwargs, multimodal=True) or self._keeps_cache:
+        if not is_ids_only(self.batch, self.kwargs, multimodal=True) or self._keeps_cache:
             reason = "the graph backend neither begins from a cache with recurrent states nor leaves one behind"
             return reason, "leave past_key_values, images and return_dict_in_generate out, or "
         if hides_behind(self.batch.mask):
