@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from pairs import Pair, blocks, decoding, inside, output_of
 from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
@@ -41,9 +42,10 @@ def test_end_tokens_of_rows_at_different_lengths(both: Any, llama: Any, batch: A
     assert pair.compression > 1
 
 
-def test_end_token_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ends", slow_but([(11, 16, 26, 29), tuple(range(11, 30, 2))], (11, 16, 26, 29)))
+def test_end_token_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any], ends: tuple[int, ...]) -> None:
     """The guesses behind it were right, too, and yet are not taken."""
-    for eos in (11, 16, 26, 29):
+    for eos in ends:
         pair = both(counting, count_up, max_new_tokens=MANY, eos_token_id=eos).same()
         assert output_of(count_up, pair.ours) == [list(range(11, eos + 1))]
         assert pair.hook.stats[0].steps <= 2 + (eos - 10) // 17
@@ -111,9 +113,12 @@ def test_stop_string_that_spans_tokens(
     assert stop not in tokenizer.get_vocab()
 
 
-def test_stop_string_inside_a_block(both: Any, counting: Any, tokenizer: Any, count_up: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ends", slow_but([(13, 18, 25), tuple(range(13, 26, 3))], (13, 18, 25)))
+def test_stop_string_inside_a_block(
+    both: Any, counting: Any, tokenizer: Any, count_up: dict[str, Any], ends: tuple[int, ...]
+) -> None:
     """Wherever it ends in a block of 17, nothing comes after it."""
-    for last in (13, 18, 25):
+    for last in ends:
         stop = decoded(tokenizer, [last - 1, last])
         pair = both(counting, count_up, max_new_tokens=MANY, stop_strings=[stop], tokenizer=tokenizer).same()
         assert output_of(count_up, pair.ours)[0][-1] <= last

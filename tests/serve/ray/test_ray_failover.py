@@ -148,12 +148,13 @@ def test_every_kind_of_request_is_as_with_one_process(
     with_ingress(served, [], test, model_name="tiny")
 
 
-def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> None:
+@pytest.mark.parametrize("deaths", slow_but([(0, 1, 5, 11), tuple(range(12))], (0, 1, 5, 11)))
+def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running, deaths: tuple[int, ...]) -> None:
     body = {"prompt": "true false", "max_tokens": 20, "temperature": 1.1, "seed": 3, "stream": True, "logprobs": 1}
     expected = joined(one_process.client.post("/v1/completions", json=body).text)
 
     async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
-        for death in (0, 1, 5, 11):
+        for death in deaths:
             before = len(handle.sent)
             handle.deaths = [death]
             answer = await client.post("/v1/completions", json=body)
@@ -161,7 +162,7 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
             first, second = handle.sent[before:]
             assert list(first.spec.output) == []
             assert len(second.spec.output) >= death
-        assert service.client.counts["lost"] == 4
+        assert service.client.counts["lost"] == len(deaths)
 
     with_ingress(served, [], test)
 
