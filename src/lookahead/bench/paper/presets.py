@@ -164,8 +164,8 @@ PRESETS = {preset.name: preset for preset in (
         ), cuda=True,
     ),
     Preset(
-        "sampling", "Sampling (table 2)", ("cnn-dm", "xsum"), (ALONE, PAPER, OURS), Size(None, 256), Size(1, 32),
-        TABLE_2, (
+        "sampling", "Sampling (table 2)", ("cnn-dm", "xsum"), (GREEDY, ALONE, PAPER, OURS), Size(None, 256),
+        Size(1, 32), TABLE_2, (
             "With the same seeds lookahead draws the tokens that autoregressive sampling draws. paper: speedup and S "
             "of LLaMA-2-7B-Chat.",
         ), tables=rouge, temperatures=(0.0, 0.7, 1.0), quick_methods=(ALONE, OURS),
