@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,11 @@ from lookahead.loading.load import load_pretrained
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One preset (None is the default run) with the command's options. Mistakes raise ValueError when it is made."""
+    """One preset (None is the default run) with the command's options. Mistakes raise ValueError when it is made.
+
+    Of the preset's methods those are run whose labels match `only`, a regular expression. `tokens` are the new tokens
+    of some sets, where `max_tokens` is None.
+    """
 
     name: str | None
     sets: str | None = None
@@ -40,6 +45,8 @@ class BenchOptions:
     draft_model: str | None = None
     ranks: int = 1
     half: str = HALF
+    only: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         preset, methods = self.preset, self.chosen
@@ -64,6 +71,7 @@ class BenchOptions:
         if self.methods:
             return tuple(named(method) for method in self.methods)
         chosen = preset.quick_methods if self.quick and preset.quick_methods else preset.methods
+        chosen = tuple(method for method in chosen if re.search(self.only, method.label))
         return (*chosen, named("hf-assisted")) if self.draft_model is not None else chosen
 
     @cached_property
@@ -96,7 +104,7 @@ class BenchOptions:
         both: list[Method] = []
         for method in found:
             many = replace(method, ranks=self.ranks, label=f"{method.label}, {self.ranks} ranks")
-            both += [method] if method.stock else [method, many]
+            both += [method] if method.stock or method.how == "autoregressive" else [method, many]
         return tuple(both)
 
     def jobs(self, device: str) -> list[Job]:
@@ -129,7 +137,7 @@ class BenchOptions:
     @property
     def limits(self) -> dict[str, int]:
         """New tokens of each answer, by set."""
-        own = {name: one.max_tokens for name, one in prompts.PAPER_SETS.items()}
+        own = {**{name: one.max_tokens for name, one in prompts.PAPER_SETS.items()}, **self.tokens}
         return {data: self.size.max_tokens or own.get(data, 256) for data in self.prompts}
 
     def sections(self, run: BenchRun) -> list[Section]:

@@ -192,5 +192,17 @@ def exactness(run: BenchRun) -> list[Section]:
     return [section]
 
 
+def identity(run: BenchRun) -> list[Section]:
+    """The same in the run's own precision."""
+    head = ("path", "from transformers' greedy search", "from our autoregressive")
+    section = Section("Outputs that differ", head, notes=errors(run.lines))
+    stock, own = paired(run, lambda job: job.method.how == "hf-greedy"), paired(run, is_own)
+    for method in dict.fromkeys(job.method for job in run.jobs if not job.method.stock):
+        section.rows.append([method.label, _differing(stock.get(method, [])), _differing(own.get(method, []))])
+    section.notes += ["How many outputs, which are turns of conversations, differ, of those that both have.",
+                      PAPER_EXACTNESS]  # fmt: skip
+    return [section]
+
+
 def _differing(outputs: list[Outputs]) -> str:
     return f"{sum(ours != theirs for ours, theirs in outputs)} of {len(outputs)}" if outputs else "-"

@@ -22,10 +22,11 @@ class Section:
     notes: list[str] = field(default_factory=list)
 
 
-def markdown(title: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {title}"]
+def markdown(title: str, sections: Sequence[Section], level: int = 1) -> str:
+    """`level` is that of the title; sections are one below it."""
+    parts = [f"{'#' * level} {title}"]
     for section in sections:
-        parts.append(f"## {section.title}")
+        parts.append(f"{'#' * (level + 1)} {section.title}")
         if section.rows:
             lines = [section.head, ["---"] * len(section.head), *section.rows]
             parts.append("\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines))
