@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +14,7 @@ from typing import Any
 
 import paper
 import pytest
+import torch
 
 from lookahead.bench.paper.pages import read_words
 from lookahead.bench.paper.plots import PLOTS
@@ -95,3 +99,58 @@ def test_every_table_has_its_page_and_plot(
 
 def test_sentences_by_page(tmp_path: Path) -> None:
     assert read_words(paper.WORDS).keys() <= {*paper.TABLES, "parallel"}, "no sentences without a page"
+
+
+@pytest.mark.slow
+def test_ranks_on_cpus_become_a_projection(
+    make_model: Callable[..., Any], tokenizer: Any, data_dir: Path, tmp_path: Path
+) -> None:
+    """The command for several GPUs, on two CPU ranks: stopped by its time, gone on with, and projected."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    model, out = tmp_path / "model", tmp_path / "records" / "ranks-2"
+    make_model().save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    command = [
+        sys.executable,
+        "-m",
+        "lookahead",
+        "bench",
+        "--preset",
+        "parallel",
+        "--ranks",
+        "2",
+        "--model",
+        str(model),
+    ]
+    command += ["--data-dir", str(data_dir), "--out", str(out), *SMALL]
+    environment = {**os.environ, "LOOKAHEAD_CACHE": str(tmp_path / "cache")}
+
+    def run(*more: str) -> Any:
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=500, env=environment)
+
+    stopped = run("--minutes", "0")
+    assert stopped.returncode == 0, stopped.stderr
+    assert "out of time, 57 of 57 answers to go" in stopped.stderr
+    whole = run()
+    assert whole.returncode == 0, whole.stderr
+    wrote: list[str] = []
+    sizes = [
+        "--data-dir",
+        str(data_dir),
+        *SMALL,
+        "--records",
+        str(tmp_path / "records"),
+        "--out",
+        str(tmp_path / "pages"),
+    ]
+    paper.pages(paper.parser().parse_args(["pages", *sizes]), wrote.append)
+    assert [line.partition(": ")[2] for line in wrote] == ["ranks-2"]
+    page = (tmp_path / "pages" / "parallel.md").read_text()
+    counted, projected = (
+        page.split(f"### {title}\n")[1].split("###")[0] for title in ("A step of several ranks", "Projected")
+    )
+    for section in (counted, projected):
+        rows = [line for line in section.splitlines() if line.startswith("| mt-bench")]
+        assert len(rows) == 4, "the paper's method and the default, at two sizes each"
+    assert "A projection, not a measurement on several GPUs" in projected

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lookahead.bench.run.about import plain_name
 from lookahead.bench.run.results import Results, compact, key_of, outputs, same
 
 ABOUT = {"model": "tiny", "dtype": "float32", "device": "cpu: x", "torch": "1", "code": "abc"}
@@ -143,3 +144,13 @@ def test_a_brief_record_says_as_much_about_equality() -> None:
         assert same(one, whole)
         assert [ours == theirs for ours, theirs in outputs(one, other)] == [True, False]
         assert not same(compact(other, texts=False), one)
+
+
+def test_a_model_is_called_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.gguf").touch()
+    names = ("models/tiny.gguf", str(tmp_path / "models" / "tiny.gguf"), "/elsewhere/tiny.gguf", "../x/tiny.gguf")
+    assert {plain_name(name) for name in names} == {"tiny.gguf"}
+    assert plain_name("models/tiny.gguf in 7b shape") == "tiny.gguf in 7b shape"
+    assert plain_name("meta-llama/Llama-2-7b-chat-hf") == "meta-llama/Llama-2-7b-chat-hf"

@@ -23,7 +23,7 @@ TIMED_OF_BENCH = ("bench/run/runner.py", "bench/run/stock.py")
 def about(model: Any) -> dict[str, Any]:
     """The facts of a loaded model and this machine, as `Results.begin` wants them."""
     return {
-        "model": model.name,
+        "model": plain_name(model.name),
         "dtype": model.weights,
         "device": f"{model.device.type}: {device_name(model.device)}",
         "backend": model.backend.capabilities.name,
@@ -31,6 +31,12 @@ def about(model: Any) -> dict[str, Any]:
         **versions(),
         "begun": datetime.now(timezone.utc).isoformat(timespec="minutes"),
     }
+
+
+def plain_name(name: str) -> str:
+    """The name of a file or folder without its path, which another machine has elsewhere; a hub's name as it is."""
+    is_path = name.startswith(("/", "./", "../", "~")) or Path(name.partition(" in ")[0]).exists()
+    return name.rstrip("/").rpartition("/")[2] if is_path else name
 
 
 def machine() -> dict[str, Any]:
