@@ -1,5 +1,6 @@
 """The paper's tables at the paper's sizes, in pieces of a few minutes: `python benchmarks/paper.py VERB ...`.
 
+    plan 7b --data-dir DATA --out DIR                    # answers and tokens of each table, and what is left
     measure 7b --data-dir DATA --out DIR --minutes 8     # goes on where DIR/7b/results.jsonl stops
     merge DIR DIR ... --out RECORDS                      # what several machines have measured
     pages --data-dir DATA                                # one page per table, from the records
@@ -30,7 +31,9 @@ from lookahead.bench.paper.parallel import projection
 from lookahead.bench.paper.presets import PRESETS
 from lookahead.bench.paper.session import Session
 from lookahead.bench.run.about import about, versions
+from lookahead.bench.run.pace import Pace, about_time
 from lookahead.bench.run.results import Results
+from lookahead.bench.run.runner import Job
 from lookahead.bench.run.summary import BenchRun
 
 PAGES = Path(__file__).parent / "results" / "paper"
@@ -56,7 +59,7 @@ class Table:
 
 
 TABLES = {
-    "end-to-end": Table("Figure 5: end to end", "end-to-end", larger=SLOW),
+    "end-to-end": Table("Figure 5: end to end", "end-to-end", {"only": "^(?!hf-prompt-lookup)"}, larger=SLOW),
     "identity": Table("Appendix E: texts in half precision", "identity"),
     "ablation": Table("Table 3: the ablation", "ablation", {"only": r"^(hf-|autoreg|\()", "max_tokens": 256}),
     "overhead": Table("Figure 8: S and speedup against W", "overhead", {"repeats": 1}),
@@ -104,6 +107,26 @@ def loader(args: argparse.Namespace, say: Callable[[str], None]) -> Callable[...
     return loaded
 
 
+def plan(args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """What there is to measure, without a model: answers that tables share count for the first of them."""
+    results = Results(args.out / folder_of(args.model) / "results.jsonl", mend=False)
+    found: dict[str, Job] = {}
+    for name, table in tables_of(args.model, args.device).items():
+        jobs = options(table, args.model, args.data_dir, **sizes_of(args)).jobs(args.device)
+        new = [job for job in jobs if job.key not in found]
+        found |= {job.key: job for job in new}
+        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in new)
+        done = sum(job.key in results for job in jobs)
+        say(f"{name}: {len(jobs):,} answers, {done:,} measured, {len(new):,} new ones of at most {tokens:,} tokens")
+    left = [job for key, job in found.items() if key not in results]
+    seconds = Pace(found.values(), results.records).left(left)
+    say(f"{len(left):,} of {len(found):,} answers to go" + ("" if seconds is None else f", {about_time(seconds)}"))
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int | None]:
+    return {name: getattr(args, name) for name in ("limit", "baseline_limit", "max_tokens")}
+
+
 def measure(args: argparse.Namespace, say: Callable[[str], None], make: Callable[..., Any] = loader) -> str:
     """Measure until the time is up. Returns what is to go, empty if nothing is."""
     until = None if args.minutes is None else monotonic() + 60 * args.minutes
@@ -111,8 +134,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None], make: Callable
     chosen = args.tables.split(",") if args.tables else list(tables)
     if unknown := set(chosen) - set(tables):
         raise ValueError(f"--tables {sorted(unknown)[0]}: {args.model} has {', '.join(tables)}")
-    given = {name: getattr(args, name) for name in ("limit", "baseline_limit", "max_tokens")}
-    runs = [options(tables[name], args.model, args.data_dir, **given) for name in chosen]
+    runs = [options(tables[name], args.model, args.data_dir, **sizes_of(args)) for name in chosen]
     results = Results(args.out / folder_of(args.model) / "results.jsonl")
     results.check(versions())
     load = make(args, say)
@@ -178,11 +200,10 @@ def measured(name: str, table: Table, folder: str, results: Results, args: argpa
     device = str((results.about or {}).get("device", "cpu")).partition(":")[0]
     if (name == "parallel") != (ranks > 1) or (ranks == 1 and name not in tables_of(folder, device)):
         return None
-    given = {name: getattr(args, name) for name in ("limit", "baseline_limit", "max_tokens")}
     if ranks == 1:
-        asked = options(table, folder, args.data_dir, **given)
+        asked = options(table, folder, args.data_dir, **sizes_of(args))
     else:
-        asked = BenchOptions("parallel", data_dir=args.data_dir, ranks=ranks, **given)
+        asked = BenchOptions("parallel", data_dir=args.data_dir, ranks=ranks, **sizes_of(args))
     run = BenchRun(asked.jobs(device), results)
     missing = {job.method for job in run.jobs} - {job.method for job in run.jobs if run.record(job) is not None}
     if missing:  # another table's answers are no table
@@ -204,9 +225,12 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--data-dir", type=Path, required=True, help="the prompt sets' files (docs/bench.md)")
     for name in ("--limit", "--baseline-limit", "--max-tokens"):
         sizes.add_argument(name, type=int, help="instead of the tables' own")
-    one = verbs.add_parser("measure", parents=[sizes], help="tables of one model")
-    one.add_argument("model", help="a shape (7b, 13b, 34b, 1.5b), small, or the path of a model")
-    one.add_argument("--out", type=Path, required=True)
+    of_model = argparse.ArgumentParser(add_help=False, parents=[sizes])
+    of_model.add_argument("model", help="a shape (7b, 13b, 34b, 1.5b), small, or the path of a model")
+    of_model.add_argument("--out", type=Path, required=True, help="folder of MODEL/results.jsonl")
+    zero = verbs.add_parser("plan", parents=[of_model], help="what there is to measure")
+    zero.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="that will measure")
+    one = verbs.add_parser("measure", parents=[of_model], help="tables of one model")
     one.add_argument("--tables", help="some of them, such as ablation,overhead")
     one.add_argument("--minutes", type=float, help="stop after this time, loading included")
     one.add_argument("--weights", help="a file or folder of the embedded model, where it is not in the cache")
@@ -223,7 +247,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     args = parser().parse_args(words)
     try:
-        {"measure": measure, "merge": merge, "pages": pages}[args.verb](args, lambda line: print(line, flush=True))
+        {"plan": plan, "measure": measure, "merge": merge, "pages": pages}[args.verb](
+            args, lambda line: print(line, flush=True)
+        )
     except ValueError as error:
         sys.exit(f"error: {error}")
 

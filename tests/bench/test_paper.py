@@ -52,6 +52,9 @@ def test_tables_in_pieces_become_pages(command: Callable[..., list[str]], tmp_pa
     said = command("measure", "7b", "--tables", tables, "--out", folders[1])
     assert said[-1] == "all measured"
     assert "identity: 7 answers, at most 84 new tokens" in said, "one of transformers', two of each of ours"
+    planned = command("plan", "7b", "--device", "cpu", "--out", folders[1])
+    assert "identity: 7 answers, 7 measured, 0 new ones of at most 0 tokens" in planned, "end-to-end has them, too"
+    assert re.fullmatch(r"\d+ of \d+ answers to go, about \d+ (s|minutes)", planned[-1])
     records = tmp_path / "records"
     assert command("merge", *folders, "--out", str(records))[0].startswith("7b: ")
     merged = Results(records / "7b" / "results.jsonl")
@@ -108,22 +111,11 @@ def test_ranks_on_cpus_become_a_projection(
     """The command for several GPUs, on two CPU ranks: stopped by its time, gone on with, and projected."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch has no gloo")
-    model, out = tmp_path / "model", tmp_path / "records" / "ranks-2"
+    model, records = tmp_path / "model", tmp_path / "records"
     make_model().save_pretrained(model)
     tokenizer.save_pretrained(model)
-    command = [
-        sys.executable,
-        "-m",
-        "lookahead",
-        "bench",
-        "--preset",
-        "parallel",
-        "--ranks",
-        "2",
-        "--model",
-        str(model),
-    ]
-    command += ["--data-dir", str(data_dir), "--out", str(out), *SMALL]
+    asked = f"bench --preset parallel --ranks 2 --model {model} --data-dir {data_dir} --out {records}/ranks-2"
+    command = [sys.executable, "-m", "lookahead", *asked.split(), *SMALL]
     environment = {**os.environ, "LOOKAHEAD_CACHE": str(tmp_path / "cache")}
 
     def run(*more: str) -> Any:
@@ -135,22 +127,12 @@ def test_ranks_on_cpus_become_a_projection(
     whole = run()
     assert whole.returncode == 0, whole.stderr
     wrote: list[str] = []
-    sizes = [
-        "--data-dir",
-        str(data_dir),
-        *SMALL,
-        "--records",
-        str(tmp_path / "records"),
-        "--out",
-        str(tmp_path / "pages"),
-    ]
-    paper.pages(paper.parser().parse_args(["pages", *sizes]), wrote.append)
+    pages = f"pages --data-dir {data_dir} --records {records} --out {tmp_path}/pages"
+    paper.pages(paper.parser().parse_args([*pages.split(), *SMALL]), wrote.append)
     assert [line.partition(": ")[2] for line in wrote] == ["ranks-2"]
     page = (tmp_path / "pages" / "parallel.md").read_text()
-    counted, projected = (
-        page.split(f"### {title}\n")[1].split("###")[0] for title in ("A step of several ranks", "Projected")
-    )
-    for section in (counted, projected):
+    for title in ("A step of several ranks", "Projected"):
+        section = page.split(f"### {title}\n")[1].split("###")[0]
         rows = [line for line in section.splitlines() if line.startswith("| mt-bench")]
         assert len(rows) == 4, "the paper's method and the default, at two sizes each"
-    assert "A projection, not a measurement on several GPUs" in projected
+    assert "A projection, not a measurement on several GPUs" in page

@@ -296,14 +296,15 @@ def _run(host: Host, part: Part) -> None:
         host.say(part.existing)
     left_column = TextColumn("{task.fields[left]}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_column)
-    said = monotonic()
+    every, said = 1.0 if host.err.is_terminal else EVERY, monotonic()
     with Progress(*columns, console=host.err, transient=True, disable=not host.err.is_terminal) as bar:
         task = bar.add_task("answers", total=len(part.todo), left="")
         for number, (job, record) in enumerate(part.answers(), 1):
-            left = part.progress(number)
-            bar.update(task, advance=1, description=f"{job.data}: {job.method.label}", left=left.partition(", ")[2])
+            bar.update(task, advance=1, description=f"{job.data}: {job.method.label}")
             if "error" in record:
                 host.say(f"note: {job.method.label} on {job.data} {job.prompt.id}: {record['error']}")
-            if not host.err.is_terminal and monotonic() - said > EVERY:
-                said = monotonic()
-                host.say(left)
+            if monotonic() - said > every:
+                said, progress = monotonic(), part.progress(number)
+                bar.update(task, left=progress.partition(", ")[2])
+                if not host.err.is_terminal:
+                    host.say(progress)
