@@ -195,7 +195,7 @@ def pages(args: argparse.Namespace, say: Callable[[str], None]) -> list[Path]:
 
 
 def measured(name: str, table: Table, folder: str, results: Results, args: argparse.Namespace) -> Measured | None:
-    """What a folder has of a table, if every method has an answer."""
+    """What a folder has of a table, if every method was asked something of every set."""
     ranks = int(folder.removeprefix("ranks-")) if folder.startswith("ranks-") else 1
     device = str((results.about or {}).get("device", "cpu")).partition(":")[0]
     if (name == "parallel") != (ranks > 1) or (ranks == 1 and name not in tables_of(folder, device)):
@@ -205,10 +205,14 @@ def measured(name: str, table: Table, folder: str, results: Results, args: argpa
     else:
         asked = BenchOptions("parallel", data_dir=args.data_dir, ranks=ranks, **sizes_of(args))
     run = BenchRun(asked.jobs(device), results)
-    missing = {job.method for job in run.jobs} - {job.method for job in run.jobs if run.record(job) is not None}
-    if missing:  # another table's answers are no table
+    cells = [{(job.data, job.temperature, job.method) for job in jobs} for jobs in (run.jobs, answered(run))]
+    if cells[0] != cells[1]:  # answers that it shares with other tables are no table
         return None
     return Measured(folder, asked, run, (projection(run, step_times(args.steps)),) if ranks > 1 else ())
+
+
+def answered(run: BenchRun) -> list[Job]:
+    return [job for job in run.jobs if job.key in run.results]
 
 
 def step_times(path: Path) -> dict[int, float]:
