@@ -29,7 +29,7 @@ from lookahead.bench.paper.options import BenchOptions
 from lookahead.bench.paper.pages import Measured, read_words, write_page
 from lookahead.bench.paper.parallel import projection
 from lookahead.bench.paper.presets import PRESETS
-from lookahead.bench.paper.session import Session
+from lookahead.bench.paper.series import Series
 from lookahead.bench.run.about import about, versions
 from lookahead.bench.run.pace import Pace, about_time
 from lookahead.bench.run.results import Results
@@ -140,10 +140,10 @@ def measure(args: argparse.Namespace, say: Callable[[str], None], make: Callable
     load = make(args, say)
     lm = load()
     results.begin(about(lm))
-    session = Session(runs, runs[0].models(lm, load, say), results, until, brief=True)
-    for line in session.plan:
+    series = Series(runs, runs[0].models(lm, load, say), results, until, brief=True)
+    for line in series.plan:
         say(line)
-    for name, part in zip(chosen, session.parts(), strict=True):
+    for name, part in zip(chosen, series.parts(), strict=True):
         said = monotonic()
         say(f"{name}: {part.existing or 'nothing yet'}")
         for number, (job, record) in enumerate(part.answers(), 1):
@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None], make: Callable
             over = f", {line.own.speedup:.2f}x over AR, {line.own.identity} as AR" if line.own.speedup else ""
             if line.prompts:
                 say(f"  {line.data}: {line.method.label}: {line.prompts} prompts, S {line.compression:.2f}{over}")
-    left = session.to_go()
+    left = series.to_go()
     say(f"{left}: the same command goes on" if left else "all measured")
     return left
 

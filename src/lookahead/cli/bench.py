@@ -19,7 +19,7 @@ from lookahead.cli.workloads import run_workloads, workload_options
 
 if TYPE_CHECKING:
     from lookahead.bench.paper.options import BenchOptions
-    from lookahead.bench.paper.session import Part
+    from lookahead.bench.paper.series import Part
     from lookahead.bench.run.results import Results
     from lookahead.bench.run.summary import BenchRun
 
@@ -240,7 +240,7 @@ def _report(host: Host, runs: Sequence[BenchOptions], asked: Asked) -> None:
 def _bench(host: Host, settings: Settings, several: Ranks, runs: Sequence[BenchOptions], asked: Asked) -> None:
     """Run the presets one after another, on one loaded model and into one results file. The time that is left is shared
     among those that are not done."""
-    from lookahead.bench.paper.session import Session
+    from lookahead.bench.paper.series import Series
     from lookahead.bench.run.about import about, versions
 
     results = None if several.follows else _results(host, asked)
@@ -253,18 +253,18 @@ def _bench(host: Host, settings: Settings, several: Ranks, runs: Sequence[BenchO
     lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
         results.begin(about(lm))
-    session = Session(runs, runs[0].models(lm, load, host.say), results, asked.until)
-    for line in session.plan if results is not None else ():
+    series = Series(runs, runs[0].models(lm, load, host.say), results, asked.until)
+    for line in series.plan if results is not None else ():
         host.say(line)
-    for part in session.parts():
+    for part in series.parts():
         if results is None:  # a follower rank
             for _ in part.answers():
                 pass
         elif not _measured(host, part, asked):
-            left = session.to_go()
+            left = series.to_go()
             host.say(f"interrupted{', ' if left else ''}{left}: the same command resumes from here")
             raise typer.Exit(INTERRUPTED)
-    if results is not None and (left := session.to_go()):
+    if results is not None and (left := series.to_go()):
         host.say(f"out of time, {left}: the same command resumes from here")
 
 

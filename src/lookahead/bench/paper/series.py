@@ -16,7 +16,7 @@ from lookahead.bench.run.summary import BenchRun
 
 @dataclass(frozen=True)
 class Part:
-    """A preset of a session, the jobs that it lacks, and when it must stop."""
+    """A preset of a series, the jobs that it lacks, and when it must stop."""
 
     options: BenchOptions
     jobs: list[Job]
@@ -46,7 +46,7 @@ class Part:
         return f"{number} of {len(self.todo)} answers" + ("" if left is None else f", {about_time(left)} left")
 
 
-class Session:
+class Series:
     """`results` None is a rank that follows. `until` is a time of `monotonic`: what is left until then is shared among
     the presets that are not done. `brief`: records as `Runner` makes them."""
 
