@@ -16,7 +16,8 @@ from typing import Any
 
 import lookahead
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import TokenTree, dense_visibility, window_layout
+from lookahead.algorithm.tree import TokenTree, window_layout
+from lookahead.algorithm.visibility import dense_visibility
 from lookahead.algorithm.window import Window
 from lookahead.bench.report.canvas import BLUE, FAINT, GREEN, GREY, INK, LINE, ORANGE, PURPLE, RED, TEAL, Canvas
 from lookahead.config import LookaheadConfig

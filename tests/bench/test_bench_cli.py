@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from lookahead.bench.paper.options import BenchOptions
 from lookahead.bench.paper.presets import DEFAULT, PRESETS, Preset, Size
 from lookahead.bench.report.sections import COLUMNS
+from lookahead.bench.run.methods import Method
 from lookahead.bench.run.results import Results
 from lookahead.bench.run.runner import Runner
 from lookahead.cli import app
@@ -124,7 +125,8 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     monkeypatch.setattr(Runner, "record", counting)
     first = run(*args)
     assert first.exit_code == 130
-    assert "interrupted, 5 of 8 answers to go: the same command resumes from here" in first.stderr
+    assert "interrupted, 5 of 8 answers to go, about " in first.stderr
+    assert " s: the same command resumes from here" in first.stderr
     assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
     monkeypatch.setattr(Runner, "record", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
@@ -135,6 +137,62 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     third = run(*args)
     assert len(ran) == 8
     assert third.stdout == second.stdout
+
+
+METHODS = ("--method", "hf-greedy", "--method", "autoregressive", "--method", "paper:3,3,3")
+
+
+def test_a_run_in_pieces_on_several_machines(
+    run: Callable[..., Any], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without time nothing is measured. What two runs have is merged, reported without a model, and not made again."""
+    args = ("--limit", "3", "--baseline-limit", "1", "--max-tokens", "6", "--repeats", "1", *METHODS)
+    first = run(*args, "--minutes", "0")
+    assert first.exit_code == 0, first.output
+    assert "out of time, 7 of 7 answers to go: the same command resumes" in first.stderr
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for limit, folder in zip(("1", "3"), folders, strict=True):
+        monkeypatch.setattr("lookahead.bench.run.about.revision", lambda limit=limit: f"revision {limit}")
+        piece = run("--limit", limit, *args[2:], "--out", str(folder))
+        assert piece.exit_code == 0, piece.output
+    (row, *others) = table(piece.stdout, "Methods")
+    assert [row[2] for row in (row, *others)] == ["1", "3", "3"]
+    assert "hf-greedy on builtin: 1 of 3 prompts. Whatever is compared with them is compared on these" in piece.stdout
+    path = folders[1] / "results.jsonl"
+    monkeypatch.setattr("lookahead.generate.LookaheadModel", None)  # no model is loaded
+    merging = (*args, "--merge", str(folders[0]), "--merge", str(folders[1]))
+    merged = run(*merging, "--report")
+    assert merged.exit_code == 0, merged.output
+    assert [row[2] for row in table(merged.stdout, "Methods")] == ["1", "3", "3"]
+    runs = table(merged.stdout, "Runs")
+    assert [row[-1] for row in runs] == ["3", "4"]
+    assert [row[-2] for row in runs] == ["revision 1", "revision 3"]
+    assert "Merged from 2 runs. 0 of 3 prompts have answers of more than one of them" in merged.stdout
+    assert run(*args).exit_code == 0
+    assert len(Results(tmp_path / "out" / "results.jsonl").records) == 7, "nothing is left to measure"
+    path.write_text(path.read_text().replace('"model": "tiny"', '"model": "other"'))
+    refused = run(*merging, "--report")
+    assert refused.exit_code == 2
+    assert "does not belong to" in refused.stderr
+    assert "its model is 'other', and there it is 'tiny'" in refused.stderr
+    empty = run(*args, "--report", "--out", str(tmp_path / "none"))
+    assert empty.exit_code == 2
+    assert "has no results to report" in empty.stderr
+
+
+def test_every_beginning_of_a_run_is_a_fair_sample(data_dir: Path) -> None:
+    options = BenchOptions("end-to-end", data_dir=data_dir)
+    jobs, methods = options.jobs("cpu"), options.methods_on("cpu")
+    rounds = [jobs[i : i + len(methods)] for i in range(0, len(jobs), len(methods))]
+    assert [tuple(job.method for job in one) for one in rounds] == [methods] * 10, "all methods of a prompt"
+    assert all(len({job.prompt for job in one}) == 1 for one in rounds)
+    assert [one[0].data for one in rounds] == 2 * ["mt-bench", "humaneval", "mbpp", "gsm8k", "classeval"]
+    warm = BenchOptions("end-to-end", data_dir=data_dir, warm=True).jobs("cpu")
+    assert list(dict.fromkeys((job.data, job.number) for job in warm))[:3] == [
+        ("mt-bench", 0), ("mt-bench", 1), ("humaneval", 0),
+    ]  # fmt: skip
+    few = BenchOptions("end-to-end", data_dir=data_dir, limit=1).jobs("cpu")
+    assert {job.key for job in few} <= {job.key for job in jobs}, "a larger limit has the same prompts and more"
 
 
 @pytest.mark.slow
@@ -194,14 +252,18 @@ def test_sampled_texts_are_those_of_autoregressive(run: Callable[..., Any], data
     result = run("--preset", "sampling", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "12")
     assert result.exit_code == 0, result.output
     rows, methods = table(result.stdout, "Methods"), ("autoregressive", "(5,15,15) + prompt", "lookahead")
+    assert rows.pop(0)[:3] == ["cnn-dm", "hf-greedy", "0"], "transformers draws other numbers"
     assert [row[:3] for row in rows[:6]] == [["cnn-dm", method, heat] for heat in ("0", "0.7") for method in methods]
+    assert rows.pop(9)[:3] == ["xsum", "hf-greedy", "0"]
     assert len(rows) == 18
     assert {row[SAME + 1] for row in rows} == {"2/2"}
     assert [row[-1] for row in rows if row[1] == "(5,15,15) + prompt"] == [
         "1.57x, 1.72", "-", "1.46x, 1.64", "1.60x, 1.77", "-", "1.50x, 1.67",
     ]  # fmt: skip
     scores = table(result.stdout, "ROUGE")
+    assert scores.pop(0)[:3] == ["cnn-dm", "0", "hf-greedy"]
     assert [row[:3] for row in scores[:3]] == [["cnn-dm", "0", method] for method in methods]
+    assert scores.pop(9)[:3] == ["xsum", "0", "hf-greedy"]
     assert len(scores) == 18
     for first, *others in (scores[i : i + 3] for i in range(0, 18, 3)):
         assert all(row[3:] == first[3:] for row in others), "equal texts have equal scores"
@@ -222,12 +284,15 @@ def test_exactness_finds_differences(run: Callable[..., Any], data_dir: Path) ->
     assert result.exit_code == 0, result.output
     rows = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
     assert len(rows) == 11
-    assert rows["int8 autoregressive"][1:] == rows["int8 lookahead"][1:], "int8 has one text of its own"
+    assert rows["int8 autoregressive"][1:3] == rows["int8 lookahead"][1:3], "int8 has one text of its own"
+    assert rows["int8 lookahead"][3] == "0 of 4"
     for name, row in rows.items():
-        assert row[1] == "4", "two conversations of two turns"
+        assert row[1].endswith(" of 4"), "two conversations of two turns"
         if name.startswith("fp32"):
-            assert row[2:] == ["0", "-"], name
-    assert sum(int(row[2]) for row in rows.values()) > 0, "bfloat16 rounds this model's logits far enough"
+            own = "0 of 4" if name in ("fp32 lookahead", "fp32 paper (5,15,15)") else "-"
+            assert row[1:] == ["0 of 4", "-", own], name
+    differ = sum(int(row[1].partition(" ")[0]) for row in rows.values())
+    assert differ > 0, "bfloat16 rounds this model's logits far enough"
 
 
 def test_step_cost_is_deprecated(run: Callable[..., Any]) -> None:
@@ -305,7 +370,7 @@ def test_backends_share_one_load(
     assert {row[SAME] for row in rows} == {"1/1"}
     exact = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
     assert len(exact) == 9
-    assert {row[2] for name, row in exact.items() if name.startswith("fp32")} == {"0"}
+    assert {row[1] for name, row in exact.items() if name.startswith("fp32")} == {"0 of 1"}
 
 
 @pytest.mark.slow
@@ -425,7 +490,7 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
         "config:window=3,ngram=4,budget=40, 2 ranks",
     ]
     for alone, together in zip(rows[1::2], rows[2::2], strict=True):
-        assert alone[2:5] == together[2:5], "tokens, steps and S of one rank"
+        assert alone[2:6] == together[2:6], "prompts, tokens, steps and S of one rank"
     counters = [row["ranks"] for row in Results(tmp_path / "out" / "results.jsonl").records.values() if "ranks" in row]
     assert len(counters) == 4
     assert all(counter["collectives"] == counter["steps"] for counter in counters)
@@ -469,12 +534,12 @@ def test_the_costs_in_the_documentation_are_those_of_the_presets() -> None:
 def cost_line(preset: Preset) -> str:
     """A preset's row of the documentation's table."""
 
-    def answers(methods: int, size: Size) -> int:
-        return methods * len(preset.temperatures) * size.repeats
+    def answers(methods: Sequence[Method], size: Size) -> int:
+        return sum(1 if method.stock else len(preset.temperatures) for method in methods) * size.repeats
 
     full, quick = preset.full, preset.quick
     everywhere = [method for method in preset.methods if method.device is None]
-    whole = answers(len(everywhere), full)
-    short = answers(len(preset.quick_methods or everywhere), quick)
+    whole = answers(everywhere, full)
+    short = answers(preset.quick_methods or everywhere, quick)
     sizes = f"{full.limit or 'by set'}, {full.max_tokens or 'by set'}"
     return f"| `{preset.name}` | {whole} | {sizes} | {short}, {quick.limit}, {quick.max_tokens} |"

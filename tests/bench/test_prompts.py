@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lookahead.bench.run.prompts import PAPER_SETS, SETS, Prompt, load, messages
+from lookahead.bench.run.prompts import PAPER_SETS, SETS, Prompt, load, messages, spread
 
 
 def test_builtin_has_enough_of_every_kind() -> None:
@@ -35,6 +35,16 @@ def test_a_limit_takes_evenly_spaced_rows(tmp_path: Path) -> None:
     lines = "".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(10))
     (tmp_path / "gsm8k_test.jsonl").write_text(lines, encoding="utf-8")
     assert [prompt.id for prompt in load("gsm8k", tmp_path, 5)] == ["q0", "q2", "q4", "q6", "q8"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 80, 164])
+def test_every_beginning_is_spread_over_the_whole(count: int) -> None:
+    order = spread(list(range(count)))
+    assert sorted(order) == list(range(count))
+    for first in range(1, count + 1):
+        quarters = Counter(4 * row // count for row in order[:first])
+        assert first < 8 or max(quarters.values()) <= 2 * min(quarters[quarter] for quarter in range(min(4, count)))
+    assert spread(list(range(80)))[:4] == [0, 40, 20, 60]
 
 
 def test_a_second_turn_holds_the_first_answer() -> None:

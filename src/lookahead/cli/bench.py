@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lookahead.cli.common import INTERRUPTED, Host, choice
 from lookahead.cli.ranks import Ranks
@@ -19,7 +19,8 @@ from lookahead.cli.workloads import run_workloads, workload_options
 
 if TYPE_CHECKING:
     from lookahead.bench.paper.options import BenchOptions
-    from lookahead.bench.run.runner import Job, Runner
+    from lookahead.bench.paper.series import Part
+    from lookahead.bench.run.results import Results
     from lookahead.bench.run.summary import BenchRun
 
 GPU_PRESETS = {
@@ -64,7 +65,10 @@ def bench(
         Path, typer.Option("--out", help="Folder of results and reports; an earlier run is resumed.")
     ] = Path("lookahead-bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts, short answers: minutes on a CPU.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", help="Prompts of each set, evenly spaced.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Prompts of each set, evenly spread.", min=1)] = None,
+    baseline_limit: Annotated[
+        int | None, typer.Option("--baseline-limit", help="The same for transformers' own methods.", min=1)
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="New tokens of each answer.", min=1)] = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="Times each is run; medians count.", min=1)] = None,
     temperature: Annotated[
@@ -73,6 +77,17 @@ def bench(
     seed: Annotated[int, typer.Option("--seed", help="The first prompt's; the next ones count up.", min=0)] = 0,
     warm: Annotated[
         bool, typer.Option("--warm", help="Keep what a method learns from one prompt for the next, as a server does.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", help="Stop after this time; the same command goes on.", min=0.0),
+    ] = None,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option("--merge", help="Take over the results in this folder. Repeatable.", metavar="DIR"),
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Report what OUT and --merge have; load no model, measure nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of each report.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="As for generate.", rich_help_panel="Model")] = None,
@@ -95,6 +110,7 @@ def bench(
 
     Answers are saved to OUT as they finish: the same command resumes an interrupted run.
     """
+    begin = monotonic()
     from lookahead.bench.paper.options import BenchOptions
     from lookahead.bench.paper.presets import PRESETS
 
@@ -122,17 +138,21 @@ def bench(
     several = Ranks(ranks, rank_timeout, False)
     runs = [
         BenchOptions(
-            name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
-            repeats=repeats, temperatures=temperature, seed=seed, warm=warm,
-            draft_model=draft_model, ranks=several.size,
+            name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit,
+            baseline_limit=baseline_limit, max_tokens=max_tokens, repeats=repeats, temperatures=temperature,
+            seed=seed, warm=warm, draft_model=draft_model, ranks=several.size,
             half="float16" if dtype == "float16" else "bfloat16",
         )
         for name in _named(preset, device)
     ]  # fmt: skip
+    asked = Asked(out, as_json, tuple(merge or ()), None if minutes is None else begin + 60 * minutes)
+    if report:
+        _report(host, runs, asked)
+        return
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
     with several.watched(host):
-        _bench(host, settings, several, runs, out, as_json)
+        _bench(host, settings, several, runs, asked)
 
 
 def _refuse_others(ctx: typer.Context, taken: Sequence[str], what: str) -> None:
@@ -182,19 +202,50 @@ def _named(preset: str | None, device: str) -> list[str | None]:
     return list(chosen)
 
 
-def _bench(
-    host: Host, settings: Settings, several: Ranks, runs: Sequence[BenchOptions], out: Path, as_json: bool
-) -> None:
-    """Run the presets one after another, on one loaded model and into one results file."""
-    from lookahead.bench.run.about import about, versions
-    from lookahead.bench.run.results import Results
-    from lookahead.bench.run.runner import Runner
+@dataclass(frozen=True)
+class Asked:
+    """Where results come from and go to, and when to stop, a time of `monotonic`."""
 
-    results = None if several.follows else Results(out / "results.jsonl")
+    out: Path
+    as_json: bool
+    merge: tuple[Path, ...] = ()
+    until: float | None = None
+
+
+def _results(host: Host, asked: Asked) -> Results:
+    """What OUT has, with what is merged into it."""
+    from lookahead.bench.run.results import Results
+
+    results = Results(asked.out / "results.jsonl")
+    if results.dropped:
+        host.say(f"note: the last line of {results.path} was cut off and is measured again")
+    differ = results.merge([folder / "results.jsonl" for folder in asked.merge])
+    if differ:
+        host.say(f"warning: {len(differ)} answers were measured twice, and are not the same text; the first ones count")
+    return results
+
+
+def _report(host: Host, runs: Sequence[BenchOptions], asked: Asked) -> None:
+    """Reports of what was measured before, on whatever machine that was."""
+    from lookahead.bench.run.summary import BenchRun
+
+    results = _results(host, asked)
+    if results.about is None:
+        raise ValueError(f"{results.path} has no results to report: measure first, or give --merge")
+    for options in runs:
+        device = results.about["device"].partition(":")[0]
+        _show(host, options, BenchRun(options.jobs(device), results), asked)
+
+
+def _bench(host: Host, settings: Settings, several: Ranks, runs: Sequence[BenchOptions], asked: Asked) -> None:
+    """Run the presets one after another, on one loaded model and into one results file. The time that is left is shared
+    among those that are not done."""
+    from lookahead.bench.paper.series import Series
+    from lookahead.bench.run.about import about, versions
+
+    results = None if several.follows else _results(host, asked)
     if results is not None:
         results.check(versions())  # before a model is loaded
-    if results is not None and results.dropped:
-        host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
     def load(dtype: str | None = None, backend: str | None = None) -> Any:
         return replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend).load(host)
@@ -202,66 +253,58 @@ def _bench(
     lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
         results.begin(about(lm))
-    models = runs[0].models(lm, load, host.say)
-    jobs = [options.jobs(lm.device.type) for options in runs]
-    if results is not None:
-        _announce(host, runs, jobs)
-    for options, own in zip(runs, jobs, strict=True):
-        runner = Runner(models, results, warm=options.starts_warm)
+    series = Series(runs, runs[0].models(lm, load, host.say), results, asked.until)
+    for line in series.plan if results is not None else ():
+        host.say(line)
+    for part in series.parts():
         if results is None:  # a follower rank
-            for _ in runner.run(runner.agreed(own)):
+            for _ in part.answers():
                 pass
-        elif not _measured(host, options, own, runner, out, as_json):
-            left = {job.key for one in jobs for job in runner.missing(one)}
-            total = {job.key for one in jobs for job in one}
-            what = f", {len(left)} of {len(total)} answers to go" if left else ""
-            host.say(f"interrupted{what}: the same command resumes from here")
+        elif not _measured(host, part, asked):
+            left = series.to_go()
+            host.say(f"interrupted{', ' if left else ''}{left}: the same command resumes from here")
             raise typer.Exit(INTERRUPTED)
+    if results is not None and (left := series.to_go()):
+        host.say(f"out of time, {left}: the same command resumes from here")
 
 
-def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
-    """Run one preset and report, even if interrupted by Ctrl-C. Returns whether it finished."""
-    from lookahead.bench.paper.options import report
-    from lookahead.bench.run.summary import BenchRun
-
-    assert runner.results is not None
-    run, todo = BenchRun(jobs, runner.results), runner.agreed(jobs)
-    finished = True
+def _measured(host: Host, part: Part, asked: Asked) -> bool:
+    """Run one preset and report, even if interrupted by Ctrl-C. Returns False then."""
+    whole = True
     try:
-        _run(host, runner, run, todo)
+        _run(host, part)
     except KeyboardInterrupt:
-        finished = False
-    files = report(options, run, out)
-    if as_json:
+        whole = False
+    _show(host, part.options, part.run, asked)
+    return whole
+
+
+def _show(host: Host, options: BenchOptions, run: BenchRun, asked: Asked) -> None:
+    from lookahead.bench.paper.options import report
+
+    files = report(options, run, asked.out)
+    if asked.as_json:
         host.write(json.dumps({**options.record(run), "files": {k: str(v) for k, v in files.items()}}) + "\n")
     else:
         host.write(files["markdown"].read_text(encoding="utf-8"))
     host.say(f"results in {run.results.path}, report in {files['markdown']}")
-    return finished
 
 
-def _announce(host: Host, runs: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:
-    """Print the amount of work of each preset. Presets share common answers, which are generated once."""
-    for options, own in zip(runs, jobs, strict=True):
-        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in own)
-        host.say(f"{options.preset.name}: {len(own):,} answers, at most {tokens:,} new tokens")
-
-
-def _run(host: Host, runner: Runner, run: BenchRun, todo: Sequence[Job]) -> None:
+def _run(host: Host, part: Part) -> None:
     """Run the jobs with a progress bar, or progress lines if stderr is not a terminal."""
-    done = len(run.jobs) - len(todo)
-    if done:
-        host.say(f"{done} of {len(run.jobs)} answers exist already")
-    left, ran = TimeRemainingColumn(), TimeElapsedColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), ran, TextColumn("left"), left)
-    begin = said = monotonic()
+    if part.existing:
+        host.say(part.existing)
+    left_column = TextColumn("{task.fields[left]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left_column)
+    every, said = 1.0 if host.err.is_terminal else EVERY, monotonic()
     with Progress(*columns, console=host.err, transient=True, disable=not host.err.is_terminal) as bar:
-        task = bar.add_task("answers", total=len(todo))
-        for number, (job, record) in enumerate(runner.run(todo), 1):
+        task = bar.add_task("answers", total=len(part.todo), left="")
+        for number, (job, record) in enumerate(part.answers(), 1):
             bar.update(task, advance=1, description=f"{job.data}: {job.method.label}")
             if "error" in record:
                 host.say(f"note: {job.method.label} on {job.data} {job.prompt.id}: {record['error']}")
-            if not host.err.is_terminal and monotonic() - said > EVERY:
-                said = monotonic()
-                rest = (said - begin) / number * (len(todo) - number)
-                host.say(f"{number} of {len(todo)} answers, about {rest:.0f} s left")
+            if monotonic() - said > every:
+                said, progress = monotonic(), part.progress(number)
+                bar.update(task, left=progress.partition(", ")[2])
+                if not host.err.is_terminal:
+                    host.say(progress)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, HALF, PRESETS, Preset, Size
+from lookahead.bench.report.runs import about_sections
 from lookahead.bench.report.sections import Section, comparison, markdown
 from lookahead.bench.run import prompts
 from lookahead.bench.run.methods import Method, named
@@ -22,7 +24,11 @@ from lookahead.loading.load import load_pretrained
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One preset (None is the default run) with the command's options. Mistakes raise ValueError when it is made."""
+    """One preset (None is the default run) with the command's options. Mistakes raise ValueError when it is made.
+
+    Of the preset's methods those are run whose labels match `only`, a regular expression. `tokens` are the new tokens
+    of some sets, where `max_tokens` is None.
+    """
 
     name: str | None
     sets: str | None = None
@@ -30,6 +36,7 @@ class BenchOptions:
     data_dir: Path | None = None
     quick: bool = False
     limit: int | None = None
+    baseline_limit: int | None = None
     max_tokens: int | None = None
     repeats: int | None = None
     temperatures: Sequence[float] | None = None
@@ -38,6 +45,8 @@ class BenchOptions:
     draft_model: str | None = None
     ranks: int = 1
     half: str = HALF
+    only: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         preset, methods = self.preset, self.chosen
@@ -62,6 +71,7 @@ class BenchOptions:
         if self.methods:
             return tuple(named(method) for method in self.methods)
         chosen = preset.quick_methods if self.quick and preset.quick_methods else preset.methods
+        chosen = tuple(method for method in chosen if re.search(self.only, method.label))
         return (*chosen, named("hf-assisted")) if self.draft_model is not None else chosen
 
     @cached_property
@@ -75,7 +85,7 @@ class BenchOptions:
             prompts.check(name)
         samples = {name: one.sample for name, one in prompts.PAPER_SETS.items()}
         limits = {name: self.size.limit or samples.get(name) for name in names}
-        return {name: prompts.load(name, self.data_dir, limits[name], self.preset.turns) for name in names}
+        return {name: prompts.sample(name, self.data_dir, limits[name], self.preset.turns) for name in names}
 
     @property
     def starts_warm(self) -> bool:
@@ -94,25 +104,40 @@ class BenchOptions:
         both: list[Method] = []
         for method in found:
             many = replace(method, ranks=self.ranks, label=f"{method.label}, {self.ranks} ranks")
-            both += [method] if method.stock else [method, many]
+            both += [method] if method.stock or method.how == "autoregressive" else [method, many]
         return tuple(both)
 
     def jobs(self, device: str) -> list[Job]:
-        """Methods take turns on each prompt, so that a machine that slows down slows all of them."""
+        """In an order of which every beginning is a fair sample: all methods answer one prompt of each set, then the
+        next of each set. So a machine that slows down slows all of them, too. A warm run, which repeats the set that it
+        was in when it ended, takes one set after the other."""
         methods, limits, warm = self.methods_on(device), self.limits, self.starts_warm
+        turns = [(number, data) for data, chosen in self.prompts.items() for number in range(len(chosen))]
         return [
-            Job(data, number, prompt, method, limits[data], temperature, self.seed + number, repeat, warm)
+            Job(
+                data, number, self.prompts[data][number], method, limits[data], temperature,
+                self.seed + number if temperature else 0, repeat, warm,
+            )
             for repeat in range(self.size.repeats)
-            for data, chosen in self.prompts.items()
+            for number, data in (turns if warm else sorted(turns, key=lambda turn: turn[0]))
             for temperature in self.temperatures or self.preset.temperatures
-            for number, prompt in enumerate(chosen)
             for method in methods
-        ]
+            if self._answers(method, number, temperature)
+        ]  # fmt: skip
+
+    def _answers(self, method: Method, number: int, temperature: float) -> bool:
+        """Whether a method answers this prompt: transformers' own answer fewer, and of a preset none that is sampled,
+        because transformers draws other numbers."""
+        if not method.stock:
+            return True
+        return (self.methods is not None or not temperature) and (
+            self.baseline_limit is None or number < self.baseline_limit
+        )
 
     @property
     def limits(self) -> dict[str, int]:
         """New tokens of each answer, by set."""
-        own = {name: one.max_tokens for name, one in prompts.PAPER_SETS.items()}
+        own = {**{name: one.max_tokens for name, one in prompts.PAPER_SETS.items()}, **self.tokens}
         return {data: self.size.max_tokens or own.get(data, 256) for data in self.prompts}
 
     def sections(self, run: BenchRun) -> list[Section]:
@@ -126,7 +151,8 @@ class BenchOptions:
             for section in self.sections(run)
         ]
         lines = [line.record() for line in run.lines]
-        return {"preset": self.preset.name, "about": run.results.about, "lines": lines, "tables": tables}
+        about = {"about": run.results.about, "runs": [{**facts, "answers": count} for facts, count in run.runs]}
+        return {"preset": self.preset.name, **about, "lines": lines, "tables": tables}
 
     def models(self, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
 
@@ -138,23 +164,11 @@ class BenchOptions:
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
-    sections = [*options.sections(run), about_section(run)]
+    sections = [*options.sections(run), *about_sections(run)]
     files = {"results": run.results.path, "markdown": out / f"{options.preset.name}.md"}
     try:
+        out.mkdir(parents=True, exist_ok=True)
         files["markdown"].write_text(markdown(f"lookahead bench: {options.preset.title}", sections), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the report into {out}: {error.strerror}; the results are kept") from error
     return files
-
-
-def about_section(run: BenchRun) -> Section:
-    about = run.results.about or {}
-    section = Section("Measured on", ("what", "value"))
-    section.rows = [[name, str(value)] for name, value in about.items() if value is not None]
-    done = sum(job.key in run.results for job in run.jobs)
-    if run.jobs:
-        repeats = max(job.repeat for job in run.jobs) + 1
-        often = "once: on a machine that others use, add --repeats 3" if repeats == 1 else f"{repeats} times"
-        unfinished = "" if done == len(run.jobs) else " Not finished."
-        section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
-    return section

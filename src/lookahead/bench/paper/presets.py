@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from lookahead.bench.paper import tables
+from lookahead.bench.paper.parallel import ranks
 from lookahead.bench.paper.rouge import rouge
 from lookahead.bench.report.sections import PaperFigures, Section
 from lookahead.bench.run.methods import Method, named
@@ -140,6 +141,12 @@ FLASH = (
         for backend in ("eager", "graph")
     ),
 )
+PARALLEL = (
+    GREEDY, ALONE, PAPER, paper(5, 30, 30, prompt=True),
+    *(replace(method, label=f"default, {budget} tokens", config=replace(WHOLE, budget=budget))
+      for method, budget in ((OURS, 128), (OURS, 256))),
+)  # fmt: skip
+"""With room for larger windows and more draft tokens, which several ranks have."""
 MT_BENCH, BOTH = ("mt-bench",), ("mt-bench", "humaneval")
 
 # fmt: off
@@ -164,8 +171,8 @@ PRESETS = {preset.name: preset for preset in (
         ), cuda=True,
     ),
     Preset(
-        "sampling", "Sampling (table 2)", ("cnn-dm", "xsum"), (ALONE, PAPER, OURS), Size(None, 256), Size(1, 32),
-        TABLE_2, (
+        "sampling", "Sampling (table 2)", ("cnn-dm", "xsum"), (GREEDY, ALONE, PAPER, OURS), Size(None, 256),
+        Size(1, 32), TABLE_2, (
             "With the same seeds lookahead draws the tokens that autoregressive sampling draws. paper: speedup and S "
             "of LLaMA-2-7B-Chat.",
         ), tables=rouge, temperatures=(0.0, 0.7, 1.0), quick_methods=(ALONE, OURS),
@@ -193,8 +200,19 @@ PRESETS = {preset.name: preset for preset in (
         common=False,
     ),
     Preset(
+        "identity", "Exactness in the run's own precision", MT_BENCH, (GREEDY, ALONE, PAPER, OURS), Size(None, 256),
+        Size(1, 6), tables=tables.identity, common=False,
+    ),
+    Preset(
         "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), tables=tables.law,
         common=False, quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
+    ),
+    Preset(
+        "parallel", "Lookahead parallelism (figures 6 and 7)", (*BOTH, "classeval"), PARALLEL, Size(20, 256),
+        Size(1, 32), notes=(
+            "The paper, on 8 A100s: up to 4x on ClassEval, where tensor and pipeline parallelism have 0.75x to 0.82x. "
+            "With --ranks each of our methods runs on one rank and on all of them.",
+        ), tables=ranks,
     ),
     Preset(
         "acceptance", "S of every source, and of the paper's method", BOTH, ACCEPTANCE, Size(20, 192), Size(1, 32),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from lookahead.bench.report.sections import Section, by_data, errors, speedup, times
 from lookahead.bench.run.intervals import Interval, draws, interval_text, middle
 from lookahead.bench.run.methods import Method
+from lookahead.bench.run.results import outputs, same
 from lookahead.bench.run.runner import Job
 from lookahead.bench.run.summary import BenchRun, Line
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
@@ -128,7 +130,7 @@ def prompt_by_prompt(run: BenchRun) -> list[Section]:
         section.rows.append([
             data, prompt, str(plain["generated_tokens"]), f"{plain['seconds']:.2f}", f"{ours['seconds']:.2f}",
             times(ratios[data][-1]), f"{ours['compression']:.2f}", f"{ours['step_tokens'] / ours['steps']:.1f}",
-            "yes" if ours["tokens"] == plain["tokens"] else "no",
+            "yes" if same(ours, plain) else "no",
         ])  # fmt: skip
     section.notes += [f"{data}: the median of the ratios is {statistics.median(r):.2f}x." for data, r in ratios.items()]
     return [section]
@@ -138,7 +140,7 @@ PAPER_EXACTNESS = (
     "The paper (LLaMA-2-7B-Chat, 160 turns of MT-Bench): in fp32 all outputs are the same. In fp16 transformers' "
     "greedy search differs from its own fp32 in 35 of 160 outputs, in 42 with FlashAttention, and lookahead in 35-44."
 )
-Outputs = tuple[list[int], list[int]]
+Outputs = tuple[Any, Any]
 
 
 def is_exact(job: Job) -> bool:
@@ -149,34 +151,58 @@ def is_stock_half(job: Job) -> bool:
     return (job.method.how, job.method.attention) == ("hf-greedy", "sdpa") and not is_exact(job)
 
 
-def paired(run: BenchRun, is_reference: Callable[[Job], bool]) -> dict[Method, list[Outputs]]:
-    """Every turn's output beside the reference's, by method."""
-    references = {(job.data, job.prompt.id): run.record(job) for job in run.jobs if is_reference(job)}
+def is_own(job: Job) -> bool:
+    return job.method.how == "autoregressive"
+
+
+def paired(
+    run: BenchRun, is_reference: Callable[[Job], bool], alike: Callable[[Method], Any] = lambda method: None
+) -> dict[Method, list[Outputs]]:
+    """Every turn's output beside the reference's, by method; the reference's method is `alike`."""
+
+    def place(job: Job) -> Any:
+        return job.data, job.prompt.id, alike(job.method)
+
+    references = {place(job): run.record(job) for job in run.jobs if is_reference(job)}
     found: dict[Method, list[Outputs]] = {}
     for job in run.jobs:
-        record, reference = run.record(job), references.get((job.data, job.prompt.id))
+        record, reference = run.record(job), references.get(place(job))
         if record is not None and reference is not None:
-            found.setdefault(job.method, []).extend(zip(record["tokens"], reference["tokens"], strict=True))
+            found.setdefault(job.method, []).extend(outputs(record, reference))
     return found
 
 
 def exactness(run: BenchRun) -> list[Section]:
     """Appendix E: in fp32 every output is that of transformers' greedy search; in half precision some differ, as they
     do between transformers' own ways."""
-    head = ("path", "outputs", "differ from fp32 greedy", "from stock half greedy")
+    head = ("path", "from transformers' fp32", "from transformers' half", "from our autoregressive")
     section = Section("Outputs that differ", head, notes=errors(run.lines))
     exact, half = paired(run, is_exact), paired(run, is_stock_half)
+    own = paired(run, is_own, lambda method: (method.dtype, method.backend))
     for method in dict.fromkeys(job.method for job in run.jobs):
-        own, beside = exact.get(method, []), half.get(method, [])
-        stock = str(_differing(beside)) if beside and method.dtype != "float32" else "-"
-        section.rows.append([method.label, str(len(own)), str(_differing(own)), stock])
+        cells = [exact.get(method, []), [] if method.dtype == "float32" else half.get(method, [])]
+        cells.append([] if method.stock or method.how == "autoregressive" else own.get(method, []))
+        section.rows.append([method.label, *map(_differing, cells)])
     section.notes += [
-        "outputs: turns of conversations. A turn after one that differs was asked something else in part, and counts "
-        "as it is.",
+        "How many outputs differ, of those that both have. Outputs are turns of conversations; a turn after one that "
+        "differs was asked something else in part, and counts as it is. Our autoregressive decoding: in the same dtype "
+        "and on the same backend.",
         PAPER_EXACTNESS,
     ]
     return [section]
 
 
-def _differing(outputs: list[Outputs]) -> int:
-    return sum(ours != theirs for ours, theirs in outputs)
+def identity(run: BenchRun) -> list[Section]:
+    """The same in the run's own precision."""
+    head = ("path", "from transformers' greedy search", "from our autoregressive")
+    section = Section("Outputs that differ", head, notes=errors(run.lines))
+    stock, own = paired(run, lambda job: job.method.how == "hf-greedy"), paired(run, is_own)
+    for method in dict.fromkeys(job.method for job in run.jobs if not job.method.stock):
+        section.rows.append([method.label, _differing(stock.get(method, [])), _differing(own.get(method, []))])
+    section.notes += ["How many outputs, which are turns of conversations, differ, of those that both have.",
+                      PAPER_EXACTNESS]  # fmt: skip
+    return [section]
+
+
+def _differing(outputs: list[Outputs]) -> str:
+    return f"{sum(ours != theirs for ours, theirs in outputs)} of {len(outputs)}" if outputs else "-"

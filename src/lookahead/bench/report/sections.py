@@ -22,10 +22,11 @@ class Section:
     notes: list[str] = field(default_factory=list)
 
 
-def markdown(title: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {title}"]
+def markdown(title: str, sections: Sequence[Section], level: int = 1) -> str:
+    """`level` is that of the title; sections are one below it."""
+    parts = [f"{'#' * level} {title}"]
     for section in sections:
-        parts.append(f"## {section.title}")
+        parts.append(f"{'#' * (level + 1)} {section.title}")
         if section.rows:
             lines = [section.head, ["---"] * len(section.head), *section.rows]
             parts.append("\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines))
@@ -37,10 +38,12 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
+COLUMNS = (
+    "set", "method", "n", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR",
+)  # fmt: skip
 ABOUT_COLUMNS = (
-    "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
-    "generated tokens over the wall time from prompt to last token, medians over repeats. speedup and same: "
+    "n: prompts. S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. "
+    "tok/s: generated tokens over the wall time from prompt to last token, medians over repeats. speedup and same: "
     "against transformers' greedy search (sampling: our autoregressive with the same seeds); same counts "
     "the conversations whose tokens are identical. over AR and as AR: the same against our own autoregressive "
     "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
@@ -53,7 +56,7 @@ def comparison(lines: Sequence[Line], paper: PaperFigures | None = None, notes: 
     """Every method on every set; with the column `paper` if the paper reports figures."""
     sampled = any(line.temperature for line in lines)
     head = [*COLUMNS[:2], *(["temp."] if sampled else []), *COLUMNS[2:], *(["paper"] if paper else [])]
-    section = Section("Methods", head, notes=[*verdicts(lines), *errors(lines), *notes, ABOUT_COLUMNS])
+    section = Section("Methods", head, notes=[*verdicts(lines), *fewer(lines), *errors(lines), *notes, ABOUT_COLUMNS])
     for line in lines:
         temperature = [f"{line.temperature:g}"] if sampled else []
         reported = [paper.get((line.data, line.method.label, line.temperature), "-")] if paper else []
@@ -63,10 +66,11 @@ def comparison(lines: Sequence[Line], paper: PaperFigures | None = None, notes: 
 
 def cells(line: Line) -> list[str]:
     if not line.prompts:
-        return ["-"] * 10
+        return ["-"] * 11
     stats = line.stats
     known = line.method.how not in ("hf-prompt-lookup", "hf-assisted")  # transformers does not say what it fed
     return [
+        str(line.prompts),
         str(stats.generated_tokens),
         str(stats.steps),
         f"{stats.compression:.2f}{interval_text(line.s_interval)}",
@@ -102,6 +106,22 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
                 f"{line.reference.identity} outputs identical, S = {line.compression:.2f}."
             )
     return found
+
+
+def fewer(lines: Sequence[Line]) -> list[str]:
+    """Methods that answered fewer prompts than others did: comparisons with them are of those prompts."""
+    most: dict[str, int] = {}
+    for line in lines:
+        most[line.data] = max(most.get(line.data, 0), line.prompts)
+    found: dict[tuple[str, int], list[str]] = {}
+    for line in lines:
+        if 0 < line.prompts < most[line.data]:
+            found.setdefault((line.data, line.prompts), []).append(line.method.label)
+    return [
+        f"{', '.join(dict.fromkeys(labels))} on {data}: {prompts} of {most[data]} prompts. Whatever is compared with "
+        "them is compared on these prompts."
+        for (data, prompts), labels in found.items()
+    ]
 
 
 def errors(lines: Sequence[Line]) -> list[str]:

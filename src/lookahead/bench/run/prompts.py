@@ -115,6 +115,13 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None, turn
     return [replace(prompt, turns=prompt.turns[:turns]) for prompt in evenly_spaced(found, limit)]
 
 
+def sample(name: str, data_dir: Path | None, limit: int | None, turns: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a set, in an order of which every beginning is a fair sample of the set. A run that
+    ends early has such a beginning, and one with a larger limit has the same prompts and more."""
+    found = load(name, data_dir, turns=turns)
+    return (found if name == "builtin" else spread(found))[:limit]
+
+
 def read_rows(name: str, data_dir: Path | None) -> list[dict[str, Any]]:
     """The rows of one of the paper's sets as they are stored, in the folder or on the hub."""
     source = PAPER_SETS[name]
@@ -127,6 +134,16 @@ def evenly_spaced(found: list[T], limit: int | None) -> list[T]:
     if limit is None or limit >= count:
         return found
     return [found[i * count // limit] for i in range(limit)]
+
+
+def spread(found: list[T]) -> list[T]:
+    """The same in an order of which every beginning is spread evenly over the whole: by indices with reversed bits."""
+    count, bits = len(found), max(1, (len(found) - 1).bit_length())
+
+    def turned(row: int) -> int:
+        return int(f"{-(-(row << bits) // count):0{bits}b}"[::-1], 2)
+
+    return [found[row] for row in sorted(range(count), key=turned)]
 
 
 def check(name: str) -> str:

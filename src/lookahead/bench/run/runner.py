@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.run.methods import Method, plain
 from lookahead.bench.run.models import Models
+from lookahead.bench.run.pace import WARM_UP_ANSWERS, Pace
 from lookahead.bench.run.prompts import Prompt, messages
-from lookahead.bench.run.results import Record, Results, key_of
+from lookahead.bench.run.results import Record, Results, compact, key_of
 from lookahead.stats import Stats
 
 WARM_UP = 4
@@ -63,10 +65,12 @@ class Job:
 
 
 class Runner:
-    """`results` None is a rank that follows: it runs the same jobs and writes nothing."""
+    """`results` None is a rank that follows: it runs the same jobs and writes nothing. `brief` records have hashes of
+    the tokens instead of tokens, and texts of prompts with a reference only."""
 
-    def __init__(self, models: Models, results: Results | None, *, warm: bool = False) -> None:
-        self.models, self.results, self.warm = models, results, warm
+    def __init__(self, models: Models, results: Results | None, *, warm: bool = False, brief: bool = False) -> None:
+        self.models, self.results, self.warm, self.brief = models, results, warm, brief
+        self.pace = Pace()
         self._ready: set[Method] = set()
         self._longest: Prompt | None = None
         self._memory: dict[Any, SharedMemory] = {}
@@ -83,22 +87,32 @@ class Runner:
     def agreed(self, jobs: Sequence[Job]) -> list[Job]:
         """What is missing. On several ranks it is what rank 0 lacks, which alone has the results."""
         todo = [] if self.results is None else self.missing(jobs)
-        group = getattr(self.models.own, "group", None)
-        if group is None:
-            return todo
-        said = group.agree("the jobs to run", json.dumps([job.key for job in todo]).encode())
+        if self.results is not None:
+            self.pace = Pace(jobs, self.results.records)
         by_key = {job.key: job for job in jobs}
-        return [by_key[key] for key in json.loads(said[0])]
+        return [by_key[key] for key in self._as_rank_0("the jobs to run", [job.key for job in todo])]
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
+    def _as_rank_0(self, topic: str, own: Any) -> Any:
+        """What rank 0 says; without ranks, `own`."""
+        group = getattr(self.models.own, "group", None)
+        return own if group is None else json.loads(group.agree(topic, json.dumps(own).encode())[0])
+
+    def run(self, jobs: Sequence[Job], until: float | None = None) -> Iterator[tuple[Job, Record]]:
+        """Run the jobs; none begins that would probably not end before `until`, a time of `monotonic`."""
         first = {job.prompt: job for job in reversed(jobs)}
         longest = max(map(self._most_tokens, first.values()), default=0)
         self._longest = max(first, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
         for job in jobs:
+            if until is not None and not self._as_rank_0("whether there is time", self._in_time(job, until)):
+                return
             record = self.record(job, longest)
             if self.results is not None:
-                self.results.add(record)
+                self.results.add(compact(record, job.prompt.reference is not None) if self.brief else record)
             yield job, record
+
+    def _in_time(self, job: Job, until: float) -> bool:
+        answers = 1 if job.method in self._ready else WARM_UP_ANSWERS
+        return monotonic() + answers * (self.pace.seconds(job) or 0.0) < until
 
     def _most_tokens(self, job: Job) -> int:
         """The most tokens that this conversation may take, about: earlier answers count as if they were full."""
@@ -144,7 +158,9 @@ class Runner:
         counted = method.ranks > 1 and not method.stock
         if counted:
             lm.backend.reset()
+        begin = monotonic()
         done = answer(self.models, job, longest)
+        self.pace.count(job, monotonic() - begin)
         return done, asdict(lm.backend.counters) if counted else None
 
     def _warm_up(self, job: Job) -> Job:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lookahead.bench.run.intervals import Interval, ratio_interval
 from lookahead.bench.run.methods import Method
-from lookahead.bench.run.results import Record, Results
+from lookahead.bench.run.results import Record, Results, same
 from lookahead.bench.run.runner import Job
 from lookahead.stats import Stats
 
@@ -135,17 +136,17 @@ def _line(cell: Cell, answers: Answers, errors: list[str]) -> Line:
 
 
 def _compare(answers: Answers, reference: Answers) -> Compared:
-    paces, same, compared = list[tuple[float, float]](), 0, 0
+    paces, equal, compared = list[tuple[float, float]](), 0, 0
     for prompt, repeats in answers.items():
         if prompt in reference:
             first, expected = repeats[0], reference[prompt][0]
             compared += 1
-            same += all(one["tokens"] == expected["tokens"] for one in repeats)
+            equal += all(same(one, expected) for one in repeats)
             # Seconds per token: where outputs differ, so may their lengths.
             ours = seconds_of(repeats) / max(1, first["generated_tokens"])
             paces.append((seconds_of(reference[prompt]) / max(1, expected["generated_tokens"]), ours))
     theirs, ours = (sum(values) for values in zip(*paces, strict=True)) if paces else (0.0, 0.0)
-    return Compared(theirs / ours if ours else None, ratio_interval(paces), same, compared)
+    return Compared(theirs / ours if ours else None, ratio_interval(paces), equal, compared)
 
 
 def seconds_of(repeats: Sequence[Record]) -> float:
@@ -162,6 +163,22 @@ class BenchRun:
     @property
     def lines(self) -> list[Line]:
         return lines(self.jobs, self.results.records)
+
+    @property
+    def runs(self) -> list[tuple[Record, int]]:
+        """The facts of the runs that gave these answers, and how many each gave."""
+        results = self.results
+        counts = Counter(results.run_of[job.key] for job in self.jobs if job.key in results.run_of)
+        return [(results.runs[number], counts[number]) for number in sorted(counts)]
+
+    @property
+    def split_prompts(self) -> tuple[int, int]:
+        """How many prompts have answers of more than one run, and how many have answers."""
+        found: dict[tuple[str, str], set[int]] = {}
+        for job in self.jobs:
+            if job.key in self.results.run_of:
+                found.setdefault((job.data, job.prompt.id), set()).add(self.results.run_of[job.key])
+        return sum(len(runs) > 1 for runs in found.values()), len(found)
 
     def record(self, job: Job) -> Record | None:
         found = self.results.records.get(job.key)
