@@ -22,7 +22,7 @@ from lookahead.backends.base import Layers
 from lookahead.backends.eager.chains import CACHE_NAMES
 from lookahead.models.facts import chunks, kind_of, refusal, sliding_windows
 from lookahead.transformers_hook import caches
-from lookahead.transformers_hook.arguments import Batch
+from lookahead.transformers_hook.arguments import Batch, is_ids_only
 
 OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", *CACHE_NAMES}
 """Arguments of a pass that a backend computes from the tree."""
@@ -236,3 +236,24 @@ def check_hidden(model: Any, start: Start, given: torch.Tensor) -> None:
 def hides_behind(mask: torch.Tensor) -> bool:
     """Whether a mask [B, T] hides a position after a token."""
     return bool((mask.long().diff(dim=1) < 0).any())
+
+
+def why_not_on_graph(
+    model: Any, batch: Batch, model_kwargs: Mapping[str, Any], keeps_cache: bool, *, biased: bool
+) -> tuple[str, str]:
+    """Why the graph backend cannot run a prompt with recurrent states itself, and what to change; empty if it can.
+
+    `keeps_cache`: the caller gets the cache. `biased`: the projections of recurrent layers have a bias.
+    """
+    if not is_of_library(model):  # known classes prepare caches of their own, at most
+        return "the graph backend runs no prompt whose inputs other code prepares, such as an adapter", ""
+    if keeps_cache or not is_ids_only(batch, model_kwargs, multimodal=True):
+        reason = "the graph backend neither begins from a cache with recurrent states nor leaves one behind"
+        return reason, "leave past_key_values, images and return_dict_in_generate out, or "
+    if hides_behind(batch.mask):
+        reason = "attention_mask hides a position after a token, and the graph backend's recurrent states skip none"
+        return reason, "set the tokenizer's padding_side='left', or "
+    if biased and not batch.mask.all():
+        reason = "attention_mask hides padding, which the model's own pass folds into its recurrent states"
+        return f"{reason} (their projections have a bias)", "call generate for prompts of equal length, or "
+    return "", ""

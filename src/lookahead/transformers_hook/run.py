@@ -34,7 +34,14 @@ from lookahead.transformers_hook.arguments import check_prompt, is_ids_only, lim
 from lookahead.transformers_hook.backends import Backends
 from lookahead.transformers_hook.cache_state import restored_on_error
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
-from lookahead.transformers_hook.prompt import Start, check_hidden, hides_behind, is_of_library, is_usual, run_prompt
+from lookahead.transformers_hook.prompt import (
+    Start,
+    check_hidden,
+    is_of_library,
+    is_usual,
+    run_prompt,
+    why_not_on_graph,
+)
 from lookahead.transformers_hook.rules import BatchRules
 
 
@@ -97,31 +104,14 @@ class Run:
 
     def _fits_graph(self, graph: GraphBackend) -> bool:
         """Whether a graph backend that adopts no K/V can run the call: its prompt too, and no cache is left behind."""
-        reason, remedy = self._why_not_on_graph(graph)
+        biased = any(layer.projection.bias is not None for layer in graph.layers.recurrent)
+        reason, remedy = why_not_on_graph(self.model, self.batch, self.kwargs, self._keeps_cache, biased=biased)
         if not reason:
             return True
         if self._backends.name == "graph":
             raise UnsupportedModelError(f"{reason}; {remedy}use backend='auto'")
         self.facts.log_once(f"note: {reason}; the eager backend runs it")
         return False
-
-    def _why_not_on_graph(self, graph: GraphBackend) -> tuple[str, str]:
-        """Why the graph backend cannot run all of the call, and what to change; empty if it can."""
-        if not is_of_library(self.model):  # known classes prepare caches of their own, at most
-            return (
-                "the graph backend runs no prompt of a model whose inputs other code prepares, such as an adapter",
-                "",
-            )
-        if not is_ids_only(self.batch, self.kwargs, multimodal=True) or self._keeps_cache:
-            reason = "the graph backend neither begins from a cache with recurrent states nor leaves one behind"
-            return reason, "leave past_key_values, images and return_dict_in_generate out, or "
-        if hides_behind(self.batch.mask):
-            reason = "attention_mask hides a position after a token, and the graph backend's recurrent states skip none"
-            return reason, "set the tokenizer's padding_side='left', or "
-        if not self.batch.mask.all() and any(layer.projection.bias is not None for layer in graph.layers.recurrent):
-            reason = "attention_mask hides padding, which the model's own pass folds into its recurrent states"
-            return f"{reason} (their projections have a bias)", "call generate for prompts of equal length, or "
-        return "", ""
 
     @property
     def _keeps_cache(self) -> bool:
