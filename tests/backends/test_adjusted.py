@@ -157,8 +157,9 @@ def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", slow_but(range(12), 0))
-@pytest.mark.parametrize("rounds", slow_but([1, 3], 1))
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(0, 1), *(pytest.param(seed, 3, marks=pytest.mark.slow) for seed in range(12))]
+)
 @pytest.mark.thinned(1, most=1)
 def test_any_mix_equals_one_token_per_step(kind: str, seed: int, rounds: int, device: str) -> None:
     """Several requests at once, each with settings of its own; some of them with none."""

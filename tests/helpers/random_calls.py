@@ -58,6 +58,7 @@ REFUSALS = {
     "mode": "lookahead decoding is greedy or sampled",
     "use_cache": "use_cache=False",
     "outputs": "has no such output per token",
+    "a static cache under chains": "a StaticLayer cannot be used with lookahead decoding of this model",
 }
 """Why a case may be refused, and what the message says then."""
 TIE = 1e-5

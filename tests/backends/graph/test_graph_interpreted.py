@@ -84,7 +84,7 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
         ("GptOss", {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
         pytest.param(
             "Afmoe",
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
             marks=pytest.mark.slow,
         ),
     ],

@@ -11,7 +11,7 @@ import torch
 from flat import Part, random_parents, rows_of, tables_of, tree_of
 from rounding import DTYPES, close
 
-from lookahead.algorithm.tree import visibility
+from lookahead.algorithm.visibility import visibility
 from lookahead.backends.graph.kernels import heads, locate, reference_heads
 from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.rows import Rows
@@ -23,7 +23,7 @@ from lookahead.models.norm import Norm
 )
 @pytest.mark.thinned(1, most=2)
 def test_locate_rows(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
-    """Random trees, chunks and rows that are left over, against `tree.visibility`."""
+    """Random trees, chunks and rows that are left over, against `visibility`."""
     rng = random.Random(repr(shapes))
     parts = [Part(length, chunk, random_parents(nodes, rng)) for length, chunk, nodes in shapes]
     tables, _ = tables_of(parts, device)
