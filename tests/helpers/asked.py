@@ -95,3 +95,10 @@ def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -
     found = [result.targets[0] for result in backend.step(items)]
     backend.commit([(slot, ()) for slot in slots])
     return found
+
+
+class Replayed:
+    """Stands in for a CUDA graph on a CPU: capturing runs nothing, and a replay runs the step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = torch.inference_mode()(step)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked import ASKED, TEXTS, Ask, drawn, hinted, same, steps, trees, with_chunk, with_logits
+from asked import ASKED, TEXTS, Ask, Replayed, drawn, hinted, same, steps, trees, with_chunk, with_logits
 from chains import chain
 from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, root, run, tiny
@@ -423,13 +423,6 @@ def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: py
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(model, prompt, 24) for prompt in PROMPTS[:3]]
-
-
-class Replayed:
-    """Stands in for a CUDA graph on a CPU: capturing runs nothing, and a replay runs the step."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(step)
 
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked import ASKED, Ask, hinted, same, steps
+from asked import ASKED, Ask, Replayed, hinted, same, steps
 from marks import slow_but
 from model_table_recurrent import RECURRENT_ROWS
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
@@ -189,13 +189,6 @@ def test_a_text_begins_from_a_snapshot_while_a_step_is_ahead(device: str) -> Non
     ours = backend.step([greedy(slot, text[PAGE:], tree, logits=True)])[0].logits
     theirs = fresh.step([greedy(other, text, tree, logits=True)])[0].logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-class Replayed:
-    """Stands in for a CUDA graph on a CPU: capturing runs nothing, and a replay runs the step."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(step)
 
 
 def test_captured_steps_ahead(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
