@@ -44,8 +44,8 @@ def layer_of(events: Iterable[Event]) -> tuple[float, list[tuple[str, float]]]:
     most layers do not have are left out.
     """
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    starts, seen, index = list[float](), dict[str, int](), 0
-    for event in sorted(events):
+    starts, seen, index, given = list[float](), dict[str, int](), 0, sorted(events)
+    for event in given:
         if event.name == ONCE_PER_LAYER:
             starts.append(event.start)
             seen, index = {}, 0
@@ -54,11 +54,21 @@ def layer_of(events: Iterable[Event]) -> tuple[float, list[tuple[str, float]]]:
             found.setdefault((event.name, number), []).append((index, event.taken))
             index += 1
     if len(starts) < 2:
-        raise ValueError(f"{len(starts)} layers ran {ONCE_PER_LAYER!r}, of which at least two are needed")
+        names = ", ".join(sorted({event.name for event in given})[:20]) or "none"
+        raise ValueError(f"{len(starts)} layers ran {ONCE_PER_LAYER!r}, of at least two; the kernels seen: {names}")
     whole = statistics.median(after - before for before, after in pairwise(starts))
     often = {key: list(zip(*ran, strict=True)) for key, ran in found.items() if 2 * len(ran) > len(starts)}
     ordered = sorted(often.items(), key=lambda item: statistics.median(item[1][0]))
     return whole, [(name, statistics.median(taken)) for (name, _), (_, taken) in ordered]
+
+
+def start_profiler() -> None:
+    """Run the profiler once. It does not see the kernels of graphs that were captured before its first run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
 
 
 def kernels_of_steps(backend: GraphBackend, rows: int, context: int) -> list[Event]:
@@ -121,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU, and on a CPU a step runs no kernels")
+    start_profiler()
     for name in options.names:
         model = random_mixture(RANDOM_SHAPES[name], num_hidden_layers=options.layers)
         measure(model, options.rows, options.context, options.rounds, name)

@@ -119,7 +119,7 @@ def check_shared_pages(
 ) -> None:
     """`count` texts that share their prompts' beginning, in memory for fewer: they join, are preempted and come back,
     and each is what token-by-token decoding gives alone."""
-    pages = count + 1
+    pages = 3 * count // 4 + 1
     backend = GraphBackend(make(), kv_tokens=pages * PAGE, **({} if most_rows is None else {"most_rows": most_rows}))
     stem = random.Random(3).choices(range(VOCABULARY), k=PAGE + 9)
     prompts = [[*stem, i % VOCABULARY, 2 * i % VOCABULARY] for i in range(count)]

@@ -15,6 +15,7 @@ from rounding import DTYPES
 from lookahead.backends.graph.kernels.quantised import QuantisedProducts, multiply
 from lookahead.backends.graph.kernels.quantised_tiles import (
     HOPPER_SHARED,
+    LARGEST_WORD,
     QuantisedWeights,
     Tile,
     fitted,
@@ -26,7 +27,7 @@ from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.matrices.quantised import can_interleave, fuse_quantised
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.models.matrix import Matrix
-from lookahead.models.number_formats import Codes, Format
+from lookahead.models.number_formats import MXFP4, Codes, Format
 from lookahead.models.quantised import QuantisedLinear
 
 E8M0 = torch.uint8
@@ -43,6 +44,14 @@ class Case(NamedTuple):
     format: Format
     scales: torch.dtype = torch.float32
     offsets: torch.dtype = torch.float32
+    most: int = 255
+    """The largest of scales that are powers of two, as a code. MXFP4 with `LARGEST_WORD` reads four of them at once."""
+
+    def layer(self, out: int, width: int) -> QuantisedLinear:
+        made = random_layer(self.format, out, width, scales=self.scales, offsets=self.offsets)
+        if self.scales is E8M0:
+            made.scales.clamp_(max=self.most)
+        return made
 
 
 CASES = {
@@ -74,7 +83,8 @@ CASES = {
     "gguf 16 halves": Case(Format(Codes.INT4, 16, offsets=True), torch.float16, torch.float16),
     "int4 offsets rows": Case(Format(Codes.INT4, 0, offsets=True)),
     "int4 e8m0 zeros offsets": Case(Format(Codes.INT4, 64, zeros=True, offsets=True), E8M0),
-    "mxfp4": Case(Format(Codes.E2M1, 32), E8M0),
+    "mxfp4": Case(MXFP4, E8M0),
+    "mxfp4 words": Case(MXFP4, E8M0, most=LARGEST_WORD),
     "fp4 128 ordered": Case(Format(Codes.E2M1, 128, ordered=True)),
 }
 SHAPES = [(104, 512), (8, 256), (70, 512), (1, 40), (13, 130), (200, 640), (9, 894), (16, 1472)]
@@ -124,11 +134,27 @@ def check_product(found: torch.Tensor, x: torch.Tensor, layer: QuantisedLinear, 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.thinned(1, most=16)
 def test_products(name: str, shape: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device) -> None:
-    case = CASES[name]
-    layer = random_layer(case.format, *shape, scales=case.scales, offsets=case.offsets)
+    layer = CASES[name].layer(*shape)
     x = torch.randn(21, shape[1], generator=torch.Generator().manual_seed(2)).to(device, dtype)
     weights = weights_of(layer, device)
     check_product(product(x, weights, tile, gap=5), x, layer, after=weights.scales_after)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", CASES)
+def test_products_in_bfloat16(name: str, device: torch.device) -> None:
+    """By the conversions in PTX, launched as the backend launches them, of rows with scales and zero points of their
+    own. The same bits in every step, which other tests show, may be wrong bits."""
+    layer = CASES[name].layer(200, 2880)
+    x = torch.randn(300, 2880, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+    weights, products = weights_of(layer, device), QuantisedProducts(device)
+    assert layer.format != MXFP4 or (weights.words is None) == (name == "mxfp4")
+    products.reserve(weights)
+    for rows in (3, 300):
+        out = torch.full((rows, 200), float("nan"), dtype=x.dtype, device=device)
+        products.plan(weights, rows)(x[:rows], out)
+        check_product(out, x[:rows], layer, after=weights.scales_after)
 
 
 @pytest.mark.parametrize("codes", [Codes.E2M1, Codes.E4M3])

@@ -72,10 +72,16 @@ def halves(*words: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers).view(torch.bfloat16).flatten().float()
 
 
-def twice(number: float) -> np.ndarray:
-    """Words with the same bf16 number in both halves."""
-    bits = int(torch.tensor(number, dtype=torch.bfloat16).view(torch.int16)) & 0xFFFF
-    return np.full(len(WORDS), bits * 0x10001, np.uint32)
+def pairs_of(numbers: torch.Tensor) -> dict[int, np.ndarray]:
+    """The operands from the fifth on, for eight bf16 numbers: those of the low nibbles of four bytes, then of the high
+    ones, two to a word."""
+    first, second = (numbers.bfloat16().view(torch.int16).numpy().astype(np.uint32) & 0xFFFF).reshape(4, 2).T
+    return {5 + number: np.full(len(WORDS), word, np.uint32) for number, word in enumerate(first | second << 16)}
+
+
+def nibbles_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """What belongs to the low and to the high nibble of each byte [256], as instructions give it: [words, 8]."""
+    return torch.cat([low.view(-1, 4), high.view(-1, 4)], 1)
 
 
 def check_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -93,22 +99,20 @@ def test_ptx_of_bytes(kind: Codes) -> None:
     check_bits(halves(found[0], found[1]), expected)
 
 
-@pytest.mark.parametrize("zeros", [(8, 8, 8, 8), (0, 15, 7, 3)], ids=str)
+@pytest.mark.parametrize("zeros", [(8,) * 8, (0, 15, 7, 3, 12, 1, 127, 9)], ids=str)
 def test_ptx_of_nibbles_less_zero_points(zeros: tuple[int, ...]) -> None:
-    """Zero points of the low nibbles of bytes 0 and 1, of 2 and 3, and of the high ones."""
-    added = [twice(-128.0 - zero) for zero in zeros for _ in range(2)]
-    found = run_ptx(INT4_PTX.value, {4: WORDS, **{5 + number: words for number, words in enumerate(added)}})
-    nibble = torch.cat([(BYTES & 15).view(-1, 2, 2), (BYTES >> 4).view(-1, 2, 2)], 1).float()
-    less = torch.tensor(zeros).view(1, 4, 1)
+    """Each nibble has a zero point of its own: the bytes of a word may be of several rows."""
+    less = torch.tensor(zeros)
+    found = run_ptx(INT4_PTX.value, {4: WORDS, **pairs_of(-128.0 - less)})
+    nibble = nibbles_of(BYTES & 15, BYTES >> 4).float()
     check_bits(halves(found[0], found[1], found[2], found[3]), (nibble - less).flatten())
 
 
-@pytest.mark.parametrize("exponents", [(127, 127, 127, 127), (120, 128, 0, 1)], ids=str)
+@pytest.mark.parametrize("exponents", [(127,) * 8, (120, 128, 0, 1, 126, 64, 2, 127)], ids=str)
 def test_ptx_of_scaled_fp4(exponents: tuple[int, ...]) -> None:
     """The smallest scale, 2^-127, times 0.5 has no normal number."""
-    scales = [np.full(len(WORDS), (one + 126) * 0x800080, np.uint32) for one in exponents for _ in range(2)]
-    found = run_ptx(E2M1_PTX.value, {4: WORDS, **{5 + number: words for number, words in enumerate(scales)}})
+    powers = 2.0 ** (torch.tensor(exponents, dtype=torch.float64) - 127)
+    found = run_ptx(E2M1_PTX.value, {4: WORDS, **pairs_of(powers * 2.0**126)})
     values = values_of(BYTES[:, None], Codes.E2M1)  # low nibbles, then high ones
-    pairs = torch.cat([values[:, 0].view(-1, 2, 2), values[:, 1].view(-1, 2, 2)], 1).double()
-    scale = 2.0 ** (torch.tensor(exponents, dtype=torch.float64) - 127).view(1, 4, 1)
-    check_bits(halves(found[0], found[1], found[2], found[3]), (pairs * scale).flatten().float())
+    numbers = nibbles_of(values[:, 0], values[:, 1]).double()
+    check_bits(halves(found[0], found[1], found[2], found[3]), (numbers * powers).flatten().float())

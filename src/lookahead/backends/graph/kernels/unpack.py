@@ -18,13 +18,13 @@ INT4_PTX = tl.constexpr(
     and.b32 l, $4, 0x0F0F0F0F;
     shr.u32 h, $4, 4;  and.b32 h, h, 0x0F0F0F0F;
     prmt.b32 $0, l, 0x43434343, 0x4140;  fma.rn.bf16x2 $0, $0, p, $5;
-    prmt.b32 $1, l, 0x43434343, 0x4342;  fma.rn.bf16x2 $1, $1, p, $7;
-    prmt.b32 $2, h, 0x43434343, 0x4140;  fma.rn.bf16x2 $2, $2, p, $9;
-    prmt.b32 $3, h, 0x43434343, 0x4342;  fma.rn.bf16x2 $3, $3, p, $11;
+    prmt.b32 $1, l, 0x43434343, 0x4342;  fma.rn.bf16x2 $1, $1, p, $6;
+    prmt.b32 $2, h, 0x43434343, 0x4140;  fma.rn.bf16x2 $2, $2, p, $7;
+    prmt.b32 $3, h, 0x43434343, 0x4342;  fma.rn.bf16x2 $3, $3, p, $8;
     }"""
 )
-"""0x4300 | nibble is 128 + nibble. What is added is given as a word for each byte, twice the same bf16 number: $5 to $8
-for low nibbles, $9 to $12 for high ones. Bytes 0 and 1 have the same, and bytes 2 and 3."""
+"""0x4300 | nibble is 128 + nibble. What is added is a bf16 number for each nibble, two to a word: $5 and $6 for low
+ones, $7 and $8 for high ones. Which bytes a word has is the compiler's choice: they may be of several rows."""
 
 E2M1_PTX = tl.constexpr(
     """{
@@ -32,9 +32,9 @@ E2M1_PTX = tl.constexpr(
     mov.b32 q, 0x80008000;
     shl.b32 h, $4, 4;
     prmt.b32 v, h, 0, 0x9180;   shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $0, v, $5, q;
-    prmt.b32 v, h, 0, 0xB3A2;   shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $1, v, $7, q;
-    prmt.b32 v, $4, 0, 0x9180;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $2, v, $9, q;
-    prmt.b32 v, $4, 0, 0xB3A2;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $3, v, $11, q;
+    prmt.b32 v, h, 0, 0xB3A2;   shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $1, v, $6, q;
+    prmt.b32 v, $4, 0, 0x9180;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $2, v, $7, q;
+    prmt.b32 v, $4, 0, 0xB3A2;  shl.b32 v, v, 2;  and.b32 v, v, 0x81C081C0;  fma.rn.bf16x2 $3, v, $8, q;
     }"""
 )
 """The sign to bit 15, the other bits of a high nibble to bits 8 to 6, times what is in the same words as above: 2^126
@@ -66,15 +66,14 @@ INT8_PTX = tl.constexpr(
 def nibbles(raw, low_zero, high_zero, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
     """Bytes -> the numbers of their low and of their high nibbles: FP4 numbers, or a nibble less its zero point.
 
-    Zero points are integers from 0 to 127 that broadcast to `raw`, the same for each even byte and the next; without
-    them (None, both) they are 8. FP4 has none.
+    Zero points are integers from 0 to 127 that broadcast to `raw`; without them (None, both) they are 8. FP4 has none.
     """
     if PTX:
         if E2M1:
             low, high = _scaled_e2m1(raw, tl.full(raw.shape, 253, tl.int32), tl.full(raw.shape, 253, tl.int32))
         else:
             low, high = tl.inline_asm_elementwise(
-                INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+                INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r",
                 [raw, _less_128_and(low_zero, raw), _less_128_and(high_zero, raw)],
                 dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
             )  # fmt: skip
@@ -85,9 +84,9 @@ def nibbles(raw, low_zero, high_zero, E2M1: tl.constexpr, PTX: tl.constexpr, DTY
 
 @triton.jit
 def _less_128_and(zero, raw):
-    """Twice the bf16 number -128 - zero in a word, for each byte."""
-    words = tl.full(raw.shape, 8, tl.int32) if zero is None else tl.broadcast_to(zero.to(tl.int32), raw.shape)
-    return words * 0x10001 - 0x3CFF3D00  # 0xC300C300, and the zero point in both
+    """The bf16 number -128 - zero, for each byte."""
+    zeros = tl.full(raw.shape, 8, tl.int32) if zero is None else tl.broadcast_to(zero.to(tl.int32), raw.shape)
+    return (zeros | 0xC300).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -109,9 +108,11 @@ def scaled_nibbles(raw, word, PTX: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def _scaled_e2m1(raw, low_exponent, high_exponent):
     """With PTX: FP4 numbers times 2^(exponent - 253), exponents of at most 254 and in the shape of `raw`."""
+    low_scale = (low_exponent << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high_scale = (high_exponent << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(
-        E2M1_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [raw, low_exponent * 0x800080, high_exponent * 0x800080],
-        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        E2M1_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, low_scale, high_scale], dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=4,
     )  # fmt: skip
 
 
