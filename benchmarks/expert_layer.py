@@ -66,7 +66,7 @@ def start_profiler() -> None:
     """Run the profiler once. It does not see the kernels of graphs that were captured before its first run."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]):
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
         torch.zeros(1, device="cuda").add_(1)
         torch.cuda.synchronize()
 
@@ -77,7 +77,7 @@ def kernels_of_steps(backend: GraphBackend, rows: int, context: int) -> list[Eve
     from torch.profiler import ProfilerActivity, profile
 
     step_ms(backend, rows, context)  # captures
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         step_ms(backend, rows, context)
     return [
         Event(event.time_range.start, event.time_range.elapsed_us(), event.name)
