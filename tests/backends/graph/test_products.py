@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,32 @@ class KnownKernel(cublaslt.Kernel):
     def milliseconds(self) -> int:
         number: int = self.algorithm.data[0]
         return number
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, "one both sixteen many"), (64, "both sixteen many"), (256, "large")]
+)
+def test_kernels_for_other_numbers_of_rows_are_tried(
+    rows: int, expected: str, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind those for its own, each once, where a step has few rows. cuBLASLt may have none for a number of rows."""
+    suggested = {1: "one both", 16: "both sixteen", 128: "many both", 256: "large"}
+
+    class Problem:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def suggestions(self) -> list[str]:
+            if self.size not in suggested:
+                raise RuntimeError("none")
+            return suggested[self.size].split()
+
+        def kernels(self, given: Iterable[str]) -> list[str]:
+            return [f"{name} for {self.size}" for name in given]
+
+    products: Any = Products(torch.device("cpu"), torch.bfloat16, invariant=True)
+    monkeypatch.setattr(products, "_problem", lambda shape, size: Problem(size))
+    assert products._kernels(weights[0], rows) == [f"{name} for {rows}" for name in expected.split()]
 
 
 def test_what_was_found_is_not_timed_again(

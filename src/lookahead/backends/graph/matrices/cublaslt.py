@@ -6,6 +6,7 @@ torch always takes the first one. Only kernels that do not split the sum over th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,8 +103,8 @@ class Problem:
         self.library("MatrixLayoutCreate", ctypes.byref(layout), TYPES[dtype], *sizes)
         return layout
 
-    def kernels(self) -> list[list[Kernel]]:
-        """The kernels that cuBLASLt suggests for this problem, each with all cluster shapes that it accepts."""
+    def suggestions(self) -> list[bytes]:
+        """The algorithms that cuBLASLt suggests for this problem, the best first."""
         wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST_SUGGESTIONS)(), ctypes.c_int()
         self.library("MatmulPreferenceCreate", ctypes.byref(wish))
         self.library(
@@ -111,11 +112,16 @@ class Problem:
             MOST_SUGGESTIONS, found, ctypes.byref(given),
         )  # fmt: skip
         self.library("MatmulPreferenceDestroy", wish)
+        return [bytes(suggestion.algorithm) for suggestion in found[: given.value]]
+
+    def kernels(self, suggestions: Iterable[bytes]) -> list[list[Kernel]]:
+        """Suggested algorithms, also those for other numbers of rows, as kernels of this problem: each with all cluster
+        shapes that the library accepts."""
         known, kernels = set[bytes](), list[list[Kernel]]()
-        for suggestion in found[: given.value]:
+        for suggestion in suggestions:
             family = []
             for cluster in CLUSTERS:
-                algorithm = _Algorithm.from_buffer_copy(suggestion.algorithm)
+                algorithm = _Algorithm.from_buffer_copy(suggestion)
                 if self._set(algorithm, cluster) and self._runs(algorithm) and bytes(algorithm) not in known:
                     known.add(bytes(algorithm))
                     family.append(Kernel(self, algorithm))
