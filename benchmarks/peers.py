@@ -12,7 +12,7 @@ vLLM (plain, n-gram, suffix decoding), `transformers serve` and `llama-server` t
 
 Every request has a prompt of its own, while there are new ones in the sets of `--prompts`; `again` counts requests
 whose prompt had been asked before. Nothing is warmed up. Every answer has the same length. With `--turns 3` each server
-is started three times, in turn with the others.
+is started three times, in turn with the others; with `--repeats 3` each that has started runs all cells three times.
 
 `--engine` runs the closed cells once more when all servers have ended, by our engine alone in this process: no HTTP, no
 JSON and no text, and the next request waits in its queue. What the server loses against it is what serving costs.
@@ -127,11 +127,12 @@ def measure(served: Served, peer: Peer, args: argparse.Namespace, turn: int, fou
     start |= {"start_seconds": ready and round(ready, 1), "first_answer_seconds": round(perf_counter() - begin, 2)}
     loads: list[tuple[str, str, Any]] = [("closed", "streams", streams) for streams in args.streams]
     loads += [("open", "rate", rate) for rate in args.rates]
-    for kind, name, load in loads:
-        for way, fields in ways.items():
-            given = load if kind == "closed" else poisson(load, args.seconds, turn)
-            record = {"kind": kind, "turn": turn, name: load, "way": way}
-            _add(found, record | cell(served, asked, fields, args.seconds, given), args)
+    for repeat in range(args.repeats):
+        for kind, name, load in loads:
+            for way, fields in ways.items():
+                given = load if kind == "closed" else poisson(load, args.seconds, turn * args.repeats + repeat)
+                record = {"kind": kind, "turn": turn, "run": repeat, name: load, "way": way}
+                _add(found, record | cell(served, asked, fields, args.seconds, given), args)
     start["memory"] = memory(served.pid)
     start["equal"] = {
         way: equal_texts(served, asked, fields, args.equal, max(args.streams)) if args.equal else None
@@ -161,6 +162,8 @@ def run(args: argparse.Namespace) -> Record:
     peers = chosen(args)
     about = {"date": date.today().isoformat(), "model": Path(str(args.model)).name, "dtype": args.dtype}
     found: Record = {"about": {**about, **machine(), **versions()}, "tokens": args.tokens, "records": []}
+    for file in args.also:
+        found["records"] += _records(file)
     found["left_out"] = {peer.name: why for peer in peers if args.url is None and (why := missing(peer))}
     for turn in range(args.turns):
         for peer in peers:
@@ -176,6 +179,13 @@ def run(args: argparse.Namespace) -> Record:
         for record in measure_engine(args, texts_of(args)):
             _add(found, record, args)
     return found
+
+
+def _records(file: Path) -> list[Record]:
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))["records"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--also {file}: no peers.json of an earlier run ({error})") from None
 
 
 def _server(peer: Peer, args: argparse.Namespace) -> AbstractContextManager[Served]:
@@ -217,7 +227,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", type=numbers, default=[], help="requests per second of the open loop")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
     parser.add_argument("--seconds", type=float, default=4.0, help="for which a cell sends new requests")
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=1, help="how often each server is started")
+    parser.add_argument("--repeats", type=int, default=1, help="how often a server that has started runs its cells")
+    parser.add_argument(
+        "--also", type=Path, action="append", default=[], metavar="FILE",
+        help="the peers.json of an earlier run on the same machine, with other servers, for the page; repeatable",
+    )  # fmt: skip
     parser.add_argument("--equal", type=int, default=24, help="texts that are compared; 0: none")
     parser.add_argument("--engine", action="store_true", help="the closed cells by our engine alone, too")
     parser.add_argument("--out", type=Path)

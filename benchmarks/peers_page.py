@@ -144,10 +144,12 @@ def about(found: Record) -> Section:
     section = Section("Measured on", ("what", "value"))
     section.rows = [[name, str(value)] for name, value in facts.items() if value is not None]
     again, captures = (sum(one.get(what) or 0 for one in records) for what in ("again", "captures"))
-    turns = 1 + max((one["turn"] for one in records), default=0)
+    turns, runs = (1 + max((one.get(what, 0) for one in records), default=0) for what in ("turn", "run"))
+    times = [f"{turns} turns: every server is started in each."] if turns > 1 else []
+    times += [f"Every server that has started runs all cells {runs} times."] if runs > 1 else []
     section.notes = [
-        f"Written by `python benchmarks/peers.py`. {turns} turns: every server is started in each, and medians stand "
-        "with the least and the greatest." if turns > 1 else "Written by `python benchmarks/peers.py`, one turn.",
+        " ".join(["Written by `python benchmarks/peers.py`.", *times, "Medians stand with the least and the greatest."])
+        if times else "Written by `python benchmarks/peers.py`, one run.",
         f"Clients in one process stream greedy answers of {found['tokens']} tokens, each asking again when its answer "
         "has ended. All servers are asked the same prompts in the same order, ours for both of its ways in turn; "
         f"{again or 'none'} of them had been asked before. Nothing was warmed up; ours captured {captures:g} steps "

@@ -110,14 +110,14 @@ def test_another_server_is_started_measured_and_ended(echo: Peer, tmp_path: Path
     monkeypatch.setattr(peers, "known_peers", lambda: [Peer("absent", "x {port}", package="no_such_package")])
     monkeypatch.setattr(peers, "own_peer", lambda given: echo)
     words = ["--peer", "echo", "--model", "m", "--streams", "1,2", "--rates", "20", "--tokens", "6", "--seconds", "0.3"]
-    args = peers.arguments([*words, "--equal", "3", "--turns", "2", "--out", str(tmp_path / "out")])
+    args = peers.arguments([*words, "--equal", "3", "--turns", "2", "--repeats", "2", "--out", str(tmp_path / "out")])
     found = peers.run(args)
     cells = [(one["kind"], one.get("streams", one.get("rate")), one["turn"]) for one in found["records"]]
-    each = [("closed", 1), ("closed", 2), ("open", 20), ("server", None)]
+    each = [*[("closed", 1), ("closed", 2), ("open", 20)] * 2, ("server", None)]
     assert cells == [(*one, turn) for turn in range(2) for one in each]
     speeds = [one["tokens_per_second"] for one in found["records"] if one["kind"] == "closed"]
     assert min(speeds) > 0
-    start = found["records"][3]
+    start = found["records"][6]
     assert start["equal"] == {"echo": (3, 3)}
     assert start["start_seconds"] > 0
     assert start["memory"]["host"] > 1 << 20
@@ -128,6 +128,19 @@ def test_another_server_is_started_measured_and_ended(echo: Peer, tmp_path: Path
     for metric in peers_page.METRICS:
         ElementTree.parse(tmp_path / "out" / f"peers-{metric}.svg")
         assert f"peers-{metric}.svg" in page
+
+
+def test_records_of_an_earlier_run_stand_beside_new_ones(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(peers, "known_peers", lambda: [])
+    file = tmp_path / "peers.json"
+    record = {"kind": "closed", "turn": 0, "run": 1, "way": "other", "streams": 1, "tokens_per_second": 7.0}
+    file.write_text(json.dumps({"records": [record]}), encoding="utf-8")
+    found = peers.run(peers.arguments(["--model", "m", "--also", str(file)]))
+    assert found["records"] == [record]
+    assert "runs all cells 2 times" in peers_page.write_page(found, None)
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"peers.json: no peers.json of an earlier run"):
+        peers.run(peers.arguments(["--model", "m", "--also", str(file)]))
 
 
 def test_a_server_that_does_not_start() -> None:
