@@ -146,6 +146,7 @@ def multiply(
     scales = weights.scales if weights.words is None else weights.words
     if ptx is None:
         ptx = x.is_cuda and torch.version.hip is None and x.dtype is torch.bfloat16
+    limits = {"maxnreg": tile.most_registers} if ptx and tile.most_registers else {}
     _multiply[(columns, tiles or triton.cdiv(rows, tile.block_m))](
         x, codes, scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
         memory.partials, memory.arrived, rows, 0 if experts is None else experts.capacity, weights.out, width,
@@ -155,5 +156,5 @@ def multiply(
         HALF=weights.scales.dtype is torch.float16, WORDS=words, PADDED=weights.is_padded,
         INTERLEAVED=weights.interleaved, SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, PER=per, BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m, WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, **limits,
     )  # fmt: skip

@@ -92,6 +92,11 @@ class Tile:
     chunks: int
     parallel: bool
 
+    @property
+    def most_registers(self) -> int | None:
+        """Of a thread: two programs of 8 warps and 64 rows fit then, and nothing spills. Else the compiler's choice."""
+        return 128 if (self.warps, self.block_m) == (8, 64) else None
+
 
 SPLIT_PROGRAMS, SPLIT_BYTES = 256, 512
 """K is split until a product has this many programs, but into no fewer bytes of a row: constants, because texts depend
