@@ -172,8 +172,10 @@ def sum_interleaved(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     HALVES: tl.constexpr = 2 if KIND >= 2 else 1
     GROUPED: tl.constexpr = AFTER and GROUP != 0
-    # The numbers of larger tiles would need more registers than there are.
-    JOINED: tl.constexpr = HALVES == 2 and BLOCK_M <= 32 and (AFTER or WORDS) and not (GROUPED and GROUP == 64)
+    # The bf16 numbers of larger tiles would need more registers than there are. Matrix instructions do not see a
+    # difference; the interpreter's products of 64 and of 128 columns do, so there all tiles have the same.
+    FEW: tl.constexpr = BLOCK_M <= 32 or not PTX
+    JOINED: tl.constexpr = HALVES == 2 and FEW and (AFTER or WORDS) and not (GROUPED and GROUP == 64)
     for turn in range(first * 2 // CHUNKS, last * 2 // CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             block = turn * CHUNKS + chunk
