@@ -22,7 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lookahead.backends.graph.kernels import quantised
-from lookahead.backends.graph.kernels.quantised_tiles import HOPPER_SHARED, QuantisedWeights, fitted, splits_of, tile_of
+from lookahead.backends.graph.kernels.quantised_tiles import (
+    HOPPER_SHARED,
+    QuantisedWeights,
+    Tile,
+    fitted,
+    splits_of,
+    tile_of,
+)
 from lookahead.backends.graph.kernels.splits import SplitMemory
 from lookahead.backends.graph.matrices.quantised import fuse_quantised
 from lookahead.models.matrix import Matrix
@@ -77,10 +84,10 @@ def weights_of(name: str, shape: tuple[int, int]) -> QuantisedWeights:
     return QuantisedWeights.of(layer, out, fuse_quantised(Matrix((layer,))))
 
 
-def compiled(weights: QuantisedWeights, rows: int) -> Any:
-    """The kernel that a product of this many rows in bf16 launches."""
+def compiled(weights: QuantisedWeights, rows: int, tile: Tile | None = None) -> Any:
+    """The kernel that a product of this many rows in bf16 launches, as `tile_of` has it or in another tile."""
     splits = splits_of(weights)
-    tile = fitted(tile_of(weights, rows, splits), weights, HOPPER_SHARED)
+    tile = tile or fitted(tile_of(weights, rows, splits), weights, HOPPER_SHARED)
     x, out = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (weights.width, weights.out))
     kernel, made = quantised._multiply, list[Any]()
     kernel.run, run = lambda *args, **options: made.append(run(*args, **{**options, "warmup": True})), kernel.run

@@ -84,23 +84,25 @@ def _blocks(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
 
 
 def in_words(scales: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of two bytes and zero points uint8 [out, groups] as views of words int32: in each a scale in the upper
-    half, and its zero point in the lowest byte. What lies so already is returned as it is.
+    """Scales of two bytes and zero points uint8 [out, groups] as views of words int32 [groups, out]: in each a scale in
+    the upper half, and its zero point in the lowest byte. What lies so already is returned as it is.
 
-    A kernel loads the two at once, and ahead of time, which GPUs do with no fewer than four bytes.
+    A kernel loads the two at once, and ahead of time, which GPUs do with no fewer than four bytes; and the words of its
+    rows lie next to one another.
     """
     if words_of(scales, zeros) is not None:
         return scales, zeros
-    words = scales.view(torch.int16).to(torch.int32) << 16 | zeros.to(torch.int32)
-    return words.view(scales.dtype)[:, 1::2], words.view(torch.uint8)[:, ::4]
+    words = (scales.view(torch.int16).to(torch.int32) << 16 | zeros.to(torch.int32)).T.contiguous()
+    return words.view(scales.dtype)[:, 1::2].T, words.view(torch.uint8)[:, ::4].T
 
 
 def words_of(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor | None:
-    """The words int32 [out, groups] that `in_words` made these views of, or rows of them; None if they are none."""
-    groups = scales.shape[1]
-    if scales.stride() != (2 * groups, 2) or zeros.stride() != (4 * groups, 4):
+    """The words int32 [out, groups], next to one another along the first axis, that `in_words` made these views of, or
+    rows of them; None if they are none."""
+    out = zeros.stride(1) // 4
+    if scales.itemsize != 2 or scales.stride() != (2, 2 * out) or zeros.stride() != (4, 4 * out):
         return None
     if scales.data_ptr() != zeros.data_ptr() + 2:
         return None
     words = torch.empty(0, dtype=torch.int32, device=zeros.device)
-    return words.set_(zeros.untyped_storage(), zeros.storage_offset() // 4, tuple(zeros.shape), (groups, 1))
+    return words.set_(zeros.untyped_storage(), zeros.storage_offset() // 4, tuple(zeros.shape), (1, out))

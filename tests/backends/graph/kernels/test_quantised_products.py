@@ -218,7 +218,8 @@ def test_a_row_has_the_same_bits_in_every_launch(name: str, plain: bool, device:
     exact = x.cpu().double() @ layer.dequantised().double().T
     assert float(exact.abs().max()) < 1e-2
     assert not torch.equal(expected, product(x, weights, TILES[1], splits=4))
-    for tile, first, count in zip(TILES[::-1], (0, 7, 20, 23), (24, 17, 2, 1), strict=True):
+    tiles = (*TILES[::-1], Tile(64, 64, 4, 2, 1, parallel=False))
+    for tile, first, count in zip(tiles, (0, 7, 20, 23, 3), (24, 17, 2, 1, 20), strict=True):
         assert torch.equal(product(x[first : first + count], weights, tile, splits=2), expected[first : first + count])
 
 

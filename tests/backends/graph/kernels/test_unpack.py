@@ -17,6 +17,9 @@ from lookahead.backends.graph.kernels.unpack import (
     INT8_PTX,
     bytes_to_numbers,
     nibbles,
+    nibbles_of_words,
+    numbers_of_words,
+    scaled_nibbles,
 )
 from lookahead.models.number_formats import Codes, values_of
 
@@ -35,9 +38,31 @@ def _unpack_bytes(codes, out, E4M3: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def _unpack_nibbles(codes, low, high, E2M1: tl.constexpr, PTX: tl.constexpr):
     at = tl.arange(0, 256)
-    first, second = nibbles(tl.load(codes + at), None, None, E2M1, PTX, low.dtype.element_ty)
+    first, second = nibbles(tl.load(codes + at), E2M1, PTX, low.dtype.element_ty)
     tl.store(low + at, first)
     tl.store(high + at, second)
+
+
+@triton.jit
+def _unpack_words(codes, low, high, given, KIND: tl.constexpr, PTX: tl.constexpr):
+    """codes int32 [16, 4]; given int32 [16, 4]: zero points of a row's low and high nibbles, of the first two bytes of
+    each word and of the others, or in one word four scales."""
+    row, DTYPE = tl.arange(0, 16)[:, None], low.dtype.element_ty
+    word = tl.load(codes + row * 4 + tl.arange(0, 4)[None, :])
+    if KIND == "zeros":
+        first = (tl.load(given + row * 4), tl.load(given + row * 4 + 1))
+        second = (tl.load(given + row * 4 + 2), tl.load(given + row * 4 + 3))
+        numbers, others = nibbles_of_words(word, first, second, False, PTX, DTYPE)
+    elif KIND == "scales":
+        numbers, others = scaled_nibbles(word, tl.load(given + row * 4), PTX, DTYPE)
+    elif KIND == "int4" or KIND == "e2m1":
+        numbers, others = nibbles_of_words(word, None, None, KIND == "e2m1", PTX, DTYPE)
+    else:
+        numbers = numbers_of_words(word, KIND == "e4m3", PTX, DTYPE)
+        others = numbers
+    at = row * 16 + tl.arange(0, 16)[None, :]
+    tl.store(low + at, numbers)
+    tl.store(high + at, others)
 
 
 @pytest.mark.parametrize("ptx", [pytest.param(False, id="any device"), PTX])
@@ -59,6 +84,42 @@ def test_every_code_is_its_value(device: torch.device, kind: Codes, dtype: torch
         found, expected = [low, high], [blocks[:, 0], blocks[:, 1]]
     for ours, wanted in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu().float(), wanted)
+        assert torch.equal(ours.cpu().signbit(), wanted.signbit())
+
+
+@pytest.mark.parametrize("ptx", [pytest.param(False, id="any device"), PTX])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int4", "e2m1", "int8", "e4m3", "zeros", "scales"])
+def test_words_of_codes_are_the_values_of_their_bytes(
+    device: torch.device, kind: str, dtype: torch.dtype, ptx: bool
+) -> None:
+    """In the order of the bytes, each row with zero points or scales of its own. A row has 16 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randint(0, 128, (16, 4), generator=generator, dtype=torch.int32)
+    low, high = (torch.full((16, 16), float("nan"), dtype=dtype, device=device) for _ in range(2))
+    # Scales are four bytes in a word, exponents plus 127 that fp16 has.
+    powers = torch.randint(118, 128, (16, 4), generator=generator, dtype=torch.uint8)
+    sent = given if kind == "zeros" else powers.view(torch.int32).expand(16, 4).contiguous()
+    shuffled = BYTES[torch.randperm(256, generator=generator)]
+    codes = shuffled.view(torch.int32)
+    _unpack_words[(1,)](
+        codes.to(device), low, high, sent.to(device), KIND=kind, PTX=ptx and dtype is torch.bfloat16
+    )  # fmt: skip
+    if kind in ("int8", "e4m3"):
+        values = values_of(shuffled[None], Codes(kind))[0]
+        values[values.isnan()] = torch.where(shuffled[values.isnan()] < 128, 480.0, -480.0)
+        expected = [values.view(16, 16)] * 2
+    else:
+        values = values_of(shuffled[:, None], Codes.INT4 if kind == "zeros" else Codes(kind.replace("scales", "e2m1")))
+        expected = [values[:, half].reshape(16, 16) for half in range(2)]
+    if kind == "zeros":
+        pairs = given.view(16, 2, 1, 2, 1).expand(16, 2, 4, 2, 2).reshape(16, 2, 16)
+        expected = [expected[half] + 8 - pairs[:, half] for half in range(2)]
+    elif kind == "scales":
+        groups = 2.0 ** (powers.view(16, 2, 2, 1).expand(16, 2, 2, 8).reshape(16, 2, 16).double() - 127)
+        expected = [expected[half] * groups[:, half] for half in range(2)]
+    for ours, wanted in zip((low, high), expected, strict=True):
+        assert torch.equal(ours.cpu().float(), wanted.float())
         assert torch.equal(ours.cpu().signbit(), wanted.signbit())
 
 
@@ -101,7 +162,7 @@ def test_ptx_of_bytes(kind: Codes) -> None:
 
 @pytest.mark.parametrize("zeros", [(8,) * 8, (0, 15, 7, 3, 12, 1, 127, 9)], ids=str)
 def test_ptx_of_nibbles_less_zero_points(zeros: tuple[int, ...]) -> None:
-    """Each nibble has a zero point of its own: the bytes of a word may be of several rows."""
+    """Each nibble has a zero point of its own."""
     less = torch.tensor(zeros)
     found = run_ptx(INT4_PTX.value, {4: WORDS, **pairs_of(-128.0 - less)})
     nibble = nibbles_of(BYTES & 15, BYTES >> 4).float()

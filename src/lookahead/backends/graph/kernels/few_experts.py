@@ -235,7 +235,7 @@ def multiply_few(
     scale_strides: tuple[int, ...] = (0, 0)
     if isinstance(weights, QuantisedWeights):
         assert isinstance(launch, Tile)
-        wide, width, matrix = weights.out, weights.width, weights.codes
+        wide, width, matrix = weights.out, weights.width, weights.read_codes
         scales = weights.scales if weights.words is None else weights.words
         given, scale_strides = (scales, weights.zeros, weights.offsets, weights.order), scales.stride()
         if ptx is None:

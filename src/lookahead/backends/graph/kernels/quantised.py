@@ -142,18 +142,19 @@ def multiply(
     rows, width = len(x), weights.width
     columns = triton.cdiv(weights.out, tile.block_n) * (splits if tile.parallel else 1)
     listed = (None,) * 4 if experts is None else (experts.tiles, experts.counts, experts.table, experts.numbers)
-    words = weights.words is not None
+    codes, words = weights.read_codes, weights.words is not None
     scales = weights.scales if weights.words is None else weights.words
     if ptx is None:
         ptx = x.is_cuda and torch.version.hip is None and x.dtype is torch.bfloat16
+    limits = {"maxnreg": tile.most_registers} if ptx and tile.most_registers else {}
     _multiply[(columns, tiles or triton.cdiv(rows, tile.block_m))](
-        x, weights.codes, scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
+        x, codes, scales, weights.zeros, weights.offsets, weights.order, bias, out, *listed,
         memory.partials, memory.arrived, rows, 0 if experts is None else experts.capacity, weights.out, width,
-        x.stride(0), weights.codes.stride(0), *scales.stride(), out.stride(0),
+        x.stride(0), codes.stride(0), *scales.stride(), out.stride(0),
         KIND=KINDS[weights.format.codes], ROWS=weights.format.rows, GROUP=weights.format.group,
         AFTER=weights.scales_after, E8M0=weights.scales.dtype is torch.uint8,
         HALF=weights.scales.dtype is torch.float16, WORDS=words, PADDED=weights.is_padded,
         INTERLEAVED=weights.interleaved, SPLITS=splits, PARALLEL=tile.parallel, PTX=ptx, PER=per, BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m, WARPS=tile.warps, CHUNKS=tile.chunks, num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, **limits,
     )  # fmt: skip

@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.unpack import bytes_to_numbers, nibbles, power_of_two, scaled_nibbles
+from lookahead.backends.graph.kernels.unpack import (
+    bytes_to_numbers,
+    nibbles,
+    nibbles_of_words,
+    numbers_of_words,
+    power_of_two,
+    scaled_nibbles,
+)
 
 
 @triton.jit
@@ -44,14 +51,20 @@ def interleaved_row(i, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _operand(numbers, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Numbers [ROWS x 4, 16] of interleaved codes as the rows and 64 columns of a matrix instruction's operand.
+def _operand(numbers, second, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Numbers [ROWS x 4, 16] of interleaved codes as the rows and 64 columns of a matrix instruction's operand; with
+    the `second` ones of the same shape, which are those of the next 64 columns, 128.
 
     Every thread keeps the numbers that it has: this only names them. See `interleaved_row`, and `interleaved` in
     `models.packing`.
     """
-    numbers = tl.reshape(numbers, [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
-    return tl.reshape(tl.permute(numbers, [0, 2, 1, 3, 5, 6, 4, 7]), [ROWS, 64])
+    if second is None:
+        numbers = tl.reshape(numbers, [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
+        found = tl.reshape(tl.permute(numbers, [0, 2, 1, 3, 5, 6, 4, 7]), [ROWS, 64])
+    else:
+        numbers = tl.reshape(tl.join(numbers, second), [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2])
+        found = tl.reshape(tl.permute(numbers, [0, 2, 1, 3, 8, 5, 6, 4, 7]), [ROWS, 128])
+    return found
 
 
 @triton.jit
@@ -70,46 +83,69 @@ def _scales_in_words(words, HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: 
 @triton.jit
 def _per_number(
     values, row, start, N, K, row_stride, group_stride,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr, INTEGER: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scales, zero points or offsets of 64 columns from `start` on, for the numbers [BLOCK_N x 4, 16] of `_operand`.
+    """Scales or offsets of 64 columns from `start` on, fp32, for the numbers [BLOCK_N x 4, 16] of `_operand`.
 
-    GROUP: 8, 16 or 32, or a multiple of 64. INTEGER: as they are stored; else in fp32.
+    GROUP: 8, 16 or 32, or a multiple of 64.
     """
     GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= 64 else 64 // GROUP
     column = start + tl.arange(0, GROUPS)[None, :] * (64 // GROUPS)
     rows, mask = row[:, None], (row < N)[:, None]
-    if INTEGER:
-        found = _groups(values, rows, column, mask, K, row_stride, group_stride, ROWS, GROUP)
-    else:
-        found = group_scales(values, rows, column, mask, K, row_stride, group_stride, ROWS, GROUP, E8M0)
+    found = group_scales(values, rows, column, mask, K, row_stride, group_stride, ROWS, GROUP, E8M0)
     wide = tl.broadcast_to(found[:, None, :, None], [BLOCK_N, 4, GROUPS, 16 // GROUPS])
     return tl.reshape(wide, [BLOCK_N * 4, 16])
 
 
 @triton.jit
-def _dot_64(
-    numbers, at, start, order, known, row, acc, N, K, scales, offsets, scale_row, scale_group,
+def _zero_points(
+    zeros, row, start, N, K, row_stride, group_stride, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The same of zero points, int32 [BLOCK_N x 4, 4], for each word of codes: of its first two bytes, and of the
+    other two, which are 8 columns further."""
+    GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= 64 else (2 if GROUP == 32 else 4)
+    column = start + tl.arange(0, GROUPS)[None, :] * (64 // GROUPS)
+    rows, mask = row[:, None], (row < N)[:, None]
+    first = _groups(zeros, rows, column, mask, K, row_stride, group_stride, ROWS, GROUP).to(tl.int32)
+    second = first
+    if GROUP == 8:
+        second = _groups(zeros, rows, column + 8, mask, K, row_stride, group_stride, ROWS, GROUP).to(tl.int32)
+    shape: tl.constexpr = [BLOCK_N, 4, GROUPS, 4 // GROUPS]
+    first, second = tl.broadcast_to(first[:, None, :, None], shape), tl.broadcast_to(second[:, None, :, None], shape)
+    return tl.reshape(first, [BLOCK_N * 4, 4]), tl.reshape(second, [BLOCK_N * 4, 4])
+
+
+@triton.jit
+def _dot(
+    numbers, second, at, start, order, known, row, acc, N, K, scales, offsets, scale_row, scale_group,
     ROWS: tl.constexpr, GROUP: tl.constexpr, AFTER: tl.constexpr, E8M0: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of 64 columns from `start` on. With AFTER the caller multiplies by the scale. PADDED: codes
+    """acc + the products of 64 columns from `start` on, or of 128 with `second`: one wait for the matrix instructions
+    instead of two, which are the same in the same order. With AFTER the caller multiplies by the scale. PADDED: codes
     have columns beyond K."""
-    columns = start + tl.arange(0, 64)
+    columns = start + tl.arange(0, 64 if second is None else 128)
     if not AFTER:
         offset = None
         if offsets is not None:
             offset = _per_number(
-                offsets, row, start, N, K, scale_row, scale_group, ROWS, GROUP, False, False, BLOCK_N
+                offsets, row, start, N, K, scale_row, scale_group, ROWS, GROUP, False, BLOCK_N
             )  # fmt: skip
-        scale = _per_number(scales, row, start, N, K, scale_row, scale_group, ROWS, GROUP, E8M0, False, BLOCK_N)
+        scale = _per_number(scales, row, start, N, K, scale_row, scale_group, ROWS, GROUP, E8M0, BLOCK_N)
         numbers = _weights(numbers, scale, offset, E8M0)
     if order is not None:
         columns = tl.load(order + columns)
     if PADDED:
         known = known & (columns < K)[:, None]
     given = tl.load(at + columns[:, None], mask=known, other=0)
-    return tl.dot(_operand(numbers, BLOCK_N, WARPS), given, acc, input_precision="ieee")
+    return tl.dot(_operand(numbers, second, BLOCK_N, WARPS), given, acc, input_precision="ieee")
+
+
+@triton.jit
+def _word_of(words, column, inside, K, group_stride, GROUP: tl.constexpr, PADDED: tl.constexpr):
+    """The words of the group of a column; beyond K they are those of the last group."""
+    last = tl.minimum(column, K - 1) if PADDED else column
+    return tl.load(words + last // GROUP * group_stride, mask=inside, other=0)
 
 
 @triton.jit
@@ -130,50 +166,52 @@ def sum_interleaved(
     piece = tl.arange(0, BLOCK_N * 4)
     from_row = tile * BLOCK_N + interleaved_row(piece // 4, WARPS)
     words = scales + from_row[:, None] * scale_row  # with WORDS
-    own = codes + (from_row // 8).to(tl.int64) * 8 * codes_stride + from_row % 8 * 64 + piece % 4 * 16
-    own = own[:, None] + tl.arange(0, 16)[None, :]
+    own = codes + (from_row // 8).to(tl.int64) * 8 * codes_stride + from_row % 8 * 16 + piece % 4 * 4
+    own = own[:, None] + tl.arange(0, 4)[None, :]
     inside = (from_row < N)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     HALVES: tl.constexpr = 2 if KIND >= 2 else 1
     GROUPED: tl.constexpr = AFTER and GROUP != 0
+    # The bf16 numbers of larger tiles would need more registers than there are. Matrix instructions do not see a
+    # difference; the interpreter's products of 64 and of 128 columns do, so there all tiles have the same.
+    FEW: tl.constexpr = BLOCK_M <= 32 or not PTX
+    JOINED: tl.constexpr = HALVES == 2 and FEW and (AFTER or WORDS) and not (GROUPED and GROUP == 64)
     for turn in range(first * 2 // CHUNKS, last * 2 // CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             block = turn * CHUNKS + chunk
             start = block * 64 * HALVES
-            raw = tl.load(own + block * 512, mask=inside, other=0)
+            raw = tl.load(own + block * 128, mask=inside, other=0)
             if WORDS and KIND == 3:
-                word = tl.load(words + block, mask=inside, other=0)
+                word = tl.load(words + block * scale_group, mask=inside, other=0)
                 low, high = scaled_nibbles(raw, word, PTX, at.dtype.element_ty)
             elif HALVES == 2:
-                low_zero, high_zero = None, None
+                low_zeros, high_zeros = None, None
                 if WORDS:
-                    word = tl.load(words + tl.minimum(start, K - 1) // GROUP, mask=inside, other=0)
+                    word = _word_of(words, start, inside, K, scale_group, GROUP, PADDED)
                     high_word = word
                     if GROUP == 64:
-                        high_word = tl.load(words + tl.minimum(start + 64, K - 1) // GROUP, mask=inside, other=0)
-                    low_zero, high_zero = word & 255, high_word & 255
+                        high_word = _word_of(words, start + 64, inside, K, scale_group, GROUP, PADDED)
+                    low_zeros, high_zeros = (word & 255, word & 255), (high_word & 255, high_word & 255)
                 elif zeros is not None:
-                    low_zero = _per_number(
-                        zeros, row, start, N, K, scale_row, scale_group, ROWS, GROUP, False, True, BLOCK_N
+                    low_zeros = _zero_points(zeros, row, start, N, K, scale_row, scale_group, ROWS, GROUP, BLOCK_N)
+                    high_zeros = _zero_points(
+                        zeros, row, start + 64, N, K, scale_row, scale_group, ROWS, GROUP, BLOCK_N
                     )  # fmt: skip
-                    high_zero = _per_number(
-                        zeros, row, start + 64, N, K, scale_row, scale_group, ROWS, GROUP, False, True, BLOCK_N
-                    )  # fmt: skip
-                low, high = nibbles(raw, low_zero, high_zero, KIND == 3, PTX, at.dtype.element_ty)
+                low, high = nibbles_of_words(raw, low_zeros, high_zeros, KIND == 3, PTX, at.dtype.element_ty)
             else:
-                low = bytes_to_numbers(raw, KIND == 0, PTX, at.dtype.element_ty)
+                low = numbers_of_words(raw, KIND == 0, PTX, at.dtype.element_ty)
                 high = low
-            for half in tl.static_range(HALVES):
-                numbers = low if half == 0 else high
+            for half in tl.static_range(1 if JOINED else HALVES):
+                numbers, second = low if half == 0 else high, high if JOINED else None
                 column = start + half * 64
                 if GROUPED:
                     if half == 0 or GROUP == 64:
                         part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                    part = _dot_64(
-                        numbers, at, column, order, known, row, part, N, K, scales, offsets, scale_row, scale_group,
-                        ROWS, GROUP, AFTER, E8M0, PADDED, BLOCK_N, WARPS,
+                    part = _dot(
+                        numbers, second, at, column, order, known, row, part, N, K, scales, offsets, scale_row,
+                        scale_group, ROWS, GROUP, AFTER, E8M0, PADDED, BLOCK_N, WARPS,
                     )  # fmt: skip
-                    if half == HALVES - 1 or GROUP == 64:
+                    if JOINED or half == HALVES - 1 or GROUP == 64:
                         if WORDS:
                             acc += part * _scales_in_words(
                                 word if half == 0 else high_word, HALF, BLOCK_N, BLOCK_M, WARPS
@@ -184,9 +222,9 @@ def sum_interleaved(
                             )  # fmt: skip
                             acc += part * scale[:, None]
                 else:
-                    acc = _dot_64(
-                        numbers, at, column, order, known, row, acc, N, K, scales, offsets, scale_row, scale_group,
-                        ROWS, GROUP, AFTER or WORDS, E8M0, PADDED, BLOCK_N, WARPS,
+                    acc = _dot(
+                        numbers, second, at, column, order, known, row, acc, N, K, scales, offsets, scale_row,
+                        scale_group, ROWS, GROUP, AFTER or WORDS, E8M0, PADDED, BLOCK_N, WARPS,
                     )  # fmt: skip
     return acc
 
@@ -208,7 +246,7 @@ def sum_plain(
         inside = (n < N) & (byte < half)[None, :]
         raw = tl.load(codes + n.to(tl.int64) * codes_stride + block * 64 + byte[None, :], mask=inside, other=0)
         if HALVES == 2:
-            low, high = nibbles(raw, None, None, KIND == 3, PTX, at.dtype.element_ty)
+            low, high = nibbles(raw, KIND == 3, PTX, at.dtype.element_ty)
         else:
             low = bytes_to_numbers(raw, KIND == 0, PTX, at.dtype.element_ty)
             high = low

@@ -50,6 +50,11 @@ class QuantisedWeights:
         )  # fmt: skip
 
     @property
+    def read_codes(self) -> torch.Tensor:
+        """The codes as a kernel reads them: interleaved ones in words int32."""
+        return self.codes.view(torch.int32) if self.interleaved else self.codes
+
+    @property
     def is_padded(self) -> bool:
         """Whether rows of codes go on after the last column; see `models.packing.padded`."""
         return self.codes.shape[1] * 8 // self.format.codes.bits > self.width
@@ -87,6 +92,11 @@ class Tile:
     chunks: int
     parallel: bool
 
+    @property
+    def most_registers(self) -> int | None:
+        """Of a thread: two programs of 8 warps and 64 rows fit then, and nothing spills. Else the compiler's choice."""
+        return 128 if (self.warps, self.block_m) == (8, 64) else None
+
 
 SPLIT_PROGRAMS, SPLIT_BYTES = 256, 512
 """K is split until a product has this many programs, but into no fewer bytes of a row: constants, because texts depend
@@ -109,7 +119,7 @@ def tile_of(weights: QuantisedWeights, rows: int, splits: int) -> Tile:
     wide = weights.format.codes.bits == 8
     grouped = weights.scales_after and weights.format.group > 0  # its sums need registers twice
     if rows <= 16:
-        return Tile(64, 16, 4, 4 if wide else 3, 2, parallel=splits > 1)
+        return Tile(64, 16, 4, 4 if wide or weights.words is not None else 3, 2, parallel=splits > 1)
     if rows <= 32:
         return Tile(64, 32, 4, 6 if wide else 3, 1 if wide else 2, parallel=splits > 1)
     if rows <= 64:

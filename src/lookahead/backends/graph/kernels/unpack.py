@@ -4,6 +4,9 @@ Each conversion is written twice: readable, for any device, and as PTX for bf16 
 to two instructions. There a code's bits become the exponent and mantissa of a bf16 number, and a constant is added to
 it or multiplied with it. `prmt` takes a byte into each half of a word, whose upper byte it fills with the code's sign:
 shifted, both are in their bits of bf16.
+
+Four bytes that are converted together have to be in one register. Of a tensor of bytes which they are is the compiler's
+choice (Triton 3.6 takes two of one row and two of another, and moves bytes for it), so kernels load words of them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ INT4_PTX = tl.constexpr(
     }"""
 )
 """0x4300 | nibble is 128 + nibble. What is added is a bf16 number for each nibble, two to a word: $5 and $6 for low
-ones, $7 and $8 for high ones. Which bytes a word has is the compiler's choice: they may be of several rows."""
+ones, $7 and $8 for high ones."""
 
 E2M1_PTX = tl.constexpr(
     """{
@@ -62,57 +65,115 @@ INT8_PTX = tl.constexpr(
 """0x4300 | the lower seven bits is 128 more than they are; 0x4300 | the highest bit is 128 or 256."""
 
 
-@triton.jit
-def nibbles(raw, low_zero, high_zero, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """Bytes -> the numbers of their low and of their high nibbles: FP4 numbers, or a nibble less its zero point.
+SPLIT_PTX = tl.constexpr("mov.b32 {$0, $1}, $2;")
+"""The halves of a word."""
 
-    Zero points are integers from 0 to 127 that broadcast to `raw`; without them (None, both) they are 8. FP4 has none.
+
+@triton.jit
+def nibbles(raw, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes -> the numbers of their low and of their high nibbles: FP4 numbers, or a nibble less 8."""
+    if PTX:
+        # 2^126, or -128 - 8
+        constant = tl.full(raw.shape, 0x7E80 if E2M1 else 0xC308, tl.uint16).to(tl.bfloat16, bitcast=True)
+        low, high = tl.inline_asm_elementwise(
+            E2M1_PTX if E2M1 else INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, constant, constant],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = _nibble(raw & 15, None, E2M1).to(DTYPE), _nibble(raw >> 4, None, E2M1).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def nibbles_of_words(word, low_zeros, high_zeros, E2M1: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """The same for the bytes of words int32 [pieces, n]: [pieces, 4 n] each. The bytes of a word are in one register
+    whatever layout a compiler chooses.
+
+    Zero points are integers from 0 to 127 that broadcast to `word`, in pairs: of the first two bytes of a word, and of
+    the other two. Without them (None, both) they are 8. FP4 has none.
     """
     if PTX:
-        if E2M1:
-            low, high = _scaled_e2m1(raw, tl.full(raw.shape, 253, tl.int32), tl.full(raw.shape, 253, tl.int32))
+        constant = 0x7E80 if E2M1 else 0xC308
+        if low_zeros is None:
+            low, high = _converted(word, (constant, constant), (constant, constant), E2M1)
         else:
-            low, high = tl.inline_asm_elementwise(
-                INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r",
-                [raw, _less_128_and(low_zero, raw), _less_128_and(high_zero, raw)],
-                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            low, high = _converted(
+                word, (low_zeros[0] | 0xC300, low_zeros[1] | 0xC300), (high_zeros[0] | 0xC300, high_zeros[1] | 0xC300),
+                E2M1,
             )  # fmt: skip
+    elif low_zeros is None:
+        low = _numbers(word, 0, (None, None), E2M1, DTYPE)
+        high = _numbers(word, 4, (None, None), E2M1, DTYPE)
     else:
-        low, high = _nibble(raw & 15, low_zero, E2M1).to(DTYPE), _nibble(raw >> 4, high_zero, E2M1).to(DTYPE)
+        low, high = _numbers(word, 0, low_zeros, E2M1, DTYPE), _numbers(word, 4, high_zeros, E2M1, DTYPE)
     return low, high
 
 
 @triton.jit
-def _less_128_and(zero, raw):
-    """The bf16 number -128 - zero, for each byte."""
-    zeros = tl.full(raw.shape, 8, tl.int32) if zero is None else tl.broadcast_to(zero.to(tl.int32), raw.shape)
-    return (zeros | 0xC300).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+def scaled_nibbles(word, powers, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Words int32 [pieces, 4] of interleaved codes -> the FP4 numbers of their low and high nibbles [pieces, 16], times
+    their scales.
 
-
-@triton.jit
-def scaled_nibbles(raw, word, PTX: tl.constexpr, DTYPE: tl.constexpr):
-    """Bytes [pieces, 16] of interleaved codes -> the FP4 numbers of their low and high nibbles, times their scales.
-
-    word int32 [pieces, 1]: the four scales of 128 columns, as exponents plus 127. With PTX none may be above 128.
+    powers int32 [pieces, 1]: the four scales of 128 columns, as exponents plus 127. With PTX none may be above 128.
     """
-    second = tl.arange(0, 16)[None, :] // 8  # of the two groups of 32 columns in 64
-    first, last = (word >> second * 8) & 255, (word >> second * 8 + 16) & 255
+    second = tl.arange(0, 4)[None, :] // 2  # of the two groups of 32 columns in 64
+    first, last = (powers >> second * 8) & 255, (powers >> second * 8 + 16) & 255
     if PTX:
-        low, high = _scaled_e2m1(raw, first + 126, last + 126)
+        low_scale, high_scale = (first + 126) << 7, (last + 126) << 7
+        low, high = _converted(word, (low_scale, low_scale), (high_scale, high_scale), True)
     else:
-        low = (_nibble(raw & 15, None, True) * power_of_two(first)).to(DTYPE)
-        high = (_nibble(raw >> 4, None, True) * power_of_two(last)).to(DTYPE)
+        low_scale = power_of_two(_of_bytes(first, first, first, first))
+        high_scale = power_of_two(_of_bytes(last, last, last, last))
+        low = (_numbers(word, 0, (None, None), True, tl.float32) * low_scale).to(DTYPE)
+        high = (_numbers(word, 4, (None, None), True, tl.float32) * high_scale).to(DTYPE)
     return low, high
 
 
 @triton.jit
-def _scaled_e2m1(raw, low_exponent, high_exponent):
-    """With PTX: FP4 numbers times 2^(exponent - 253), exponents of at most 254 and in the shape of `raw`."""
-    low_scale = (low_exponent << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    high_scale = (high_exponent << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.inline_asm_elementwise(
-        E2M1_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [raw, low_scale, high_scale], dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=4,
+def _converted(word, low, high, E2M1: tl.constexpr):
+    """With PTX: the numbers of the nibbles of words. low and high: the bits of the bf16 numbers that are added or
+    multiplied with, for the first two bytes of a word and for the other two."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        E2M1_PTX if E2M1 else INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [word, _twice(low[0]), _twice(low[1]), _twice(high[0]), _twice(high[1])],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return _of_pairs(a, b), _of_pairs(c, d)
+
+
+@triton.jit
+def _twice(half):
+    """16 bits in both halves of words."""
+    return half * 0x10001
+
+
+@triton.jit
+def _of_pairs(first, second):
+    """The bf16 numbers [pieces, 4 n] of which words int32 [pieces, n] have two each."""
+    a, b = tl.inline_asm_elementwise(
+        SPLIT_PTX, "=h,=h,r", [first], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+    )  # fmt: skip
+    c, d = tl.inline_asm_elementwise(
+        SPLIT_PTX, "=h,=h,r", [second], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+    )  # fmt: skip
+    return _of_bytes(a, b, c, d)
+
+
+@triton.jit
+def _of_bytes(a, b, c, d):
+    """What belongs to the four bytes of words [pieces, n] -> [pieces, 4 n], in the order of the bytes."""
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(joined, [a.shape[0], a.shape[1] * 4])
+
+
+@triton.jit
+def _numbers(word, shift: tl.constexpr, zeros, E2M1: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the nibbles of words that begin at bit `shift` of each byte."""
+    return _of_bytes(
+        _nibble(word >> shift & 15, zeros[0], E2M1).to(DTYPE),
+        _nibble(word >> shift + 8 & 15, zeros[0], E2M1).to(DTYPE),
+        _nibble(word >> shift + 16 & 15, zeros[1], E2M1).to(DTYPE),
+        _nibble(word >> shift + 24 & 15, zeros[1], E2M1).to(DTYPE),
     )  # fmt: skip
 
 
@@ -152,4 +213,18 @@ def bytes_to_numbers(raw, E4M3: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.const
         numbers = (((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
     else:
         numbers = raw.to(tl.int8, bitcast=True).to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def numbers_of_words(word, E4M3: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """The same for the bytes of words int32 [pieces, n]: [pieces, 4 n]."""
+    if PTX:
+        first, second = tl.inline_asm_elementwise(
+            E4M3_PTX if E4M3 else INT8_PTX, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )  # fmt: skip
+        numbers = _of_pairs(first, second)
+    else:
+        bytes = _of_bytes(word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255).to(tl.uint8)
+        numbers = bytes_to_numbers(bytes, E4M3, False, DTYPE)
     return numbers
