@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lookahead.algorithm.choice import SequenceBatch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.engine.request import Request
@@ -29,7 +30,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """The requests of one forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
+    """The requests of one forward pass, or of several passes of the same requests. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
 
     The prompts in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
     `propose_seconds` is the time per tree that proposing took. `ran_ahead`: the backend may already run it, because it
@@ -43,6 +44,19 @@ class ScheduledBatch:
     propose_seconds: float = 0.0
     ran_ahead: bool = False
     next_is_plain: bool = False
+    _sequences: SequenceBatch = SequenceBatch()
+
+    @property
+    def sequences(self) -> SequenceBatch:
+        """The requests' sequences: the same object while they are the same."""
+        sequences = tuple([scheduled.request.sequence for scheduled in self.requests])
+        if sequences != self._sequences:
+            self._sequences = SequenceBatch(sequences)
+        return self._sequences
+
+    @property
+    def ids(self) -> list[int]:
+        return [scheduled.request.id for scheduled in self.requests]
 
     @property
     def tokens(self) -> int:

@@ -183,7 +183,7 @@ class Engine:
         if not batch.requests or not batch.requests[0].is_last_chunk:  # a batch may be one prompt chunk without a tree
             return
         begin, plain_run = perf_counter(), self._plain_run
-        sequences = [scheduled.request.sequence for scheduled in batch.requests]
+        sequences = batch.sequences
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
             chunk_tokens, again = sum([len(scheduled.chunk) for scheduled in batch.requests]), list[int]()
