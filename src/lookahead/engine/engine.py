@@ -156,7 +156,7 @@ class Engine:
         events of this one are sent."""
         step, self._running_step = self._running_step, NO_STEP
         reads = self.backend.expert_reads
-        results = list[StepResult]()
+        results: list[StepResult] = []
         for index, batch in enumerate(step.batches):
             launched = self._launch(batch) if index else step.first
             if launched is not None:
@@ -186,7 +186,8 @@ class Engine:
         sequences = batch.sequences
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
-            chunk_tokens, again = sum([len(scheduled.chunk) for scheduled in batch.requests]), list[int]()
+            chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
+            again: list[int] = []
             if not self.backend.capabilities.branches:
                 again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
             trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
@@ -268,7 +269,8 @@ class Engine:
         times.forward, times.accept = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.on_pass is not None:
             self.on_pass(tokens, times.forward)
-        finished, running = list[StepResult](), self._requests
+        running = self._requests
+        finished: list[StepResult] = []
         for scheduled, result, output, verdict in zip(batch.requests, results, outputs, accepted, strict=True):
             if result.request.id not in running:
                 continue  # it was cancelled while it ran
@@ -288,20 +290,25 @@ class Engine:
         """
         # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
-        accepted, kept = list[tuple[StepResult, Verdict]](), list[tuple[int, list[int]]]()
+        accepted: list[tuple[StepResult, Verdict]] = []
+        kept: list[tuple[int, list[int]]] = []
+        changed: list[tuple[StepResult, Verdict]] = []  # those that ended, or whose prompt did
         if self._failed:
             failed_ids = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in failed_ids]
         for result, verified in zip(results, verdicts_of(results), strict=True):
-            request = result.request
+            request, step_input = result.request, result.input
+            sequence = request.sequence
             try:
                 if isinstance(verified, Exception):
                     raise verified
                 if verified is not None and request.verifier is None:
-                    verified = request.sequence.apply_stop_rules(verified)
-                verdict = request.sequence.accept_step(result.input.tree, result.output, verified)
+                    verified = sequence.apply_stop_rules(verified)
+                verdict = sequence.accept_step(step_input.tree, result.output, verified)
                 accepted.append((result, verdict))
-                kept.append((result.input.slot, verdict.path))
+                kept.append((step_input.slot, verdict.path))
+                if verdict.finish_reason is not None or step_input.chunk:
+                    changed.append((result, verdict))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)
             except Exception as error:
@@ -312,7 +319,7 @@ class Engine:
             self.backend.commit(kept)
         done = perf_counter()
         # 9. Finished and failed requests leave.
-        for result, verdict in accepted:
+        for result, verdict in changed:
             if verdict.finish_reason is not None:
                 if result.request.finished is not None:
                     result.request.finished(result.request)
