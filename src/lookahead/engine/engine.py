@@ -186,18 +186,19 @@ class Engine:
         sequences = batch.sequences
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
-            chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
             again: list[int] = []
             if not self.backend.capabilities.branches:
                 again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
-            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
+            trees = self._drafting.propose(
+                sequences, batch.max_tree_tokens, batch.chunk_tokens, again, runs_ahead=runs_ahead
+            )
         except Exception:
             failed = self._failing_requests(batch.requests)
             if not failed:
                 raise
             self._failed += failed
             failed_requests = [request for request, _ in failed]
-            batch.requests = [scheduled for scheduled in batch.requests if scheduled.request not in failed_requests]
+            batch.keep([scheduled for scheduled in batch.requests if scheduled.request not in failed_requests])
             trees = [scheduled.request.sequence.bare_root() for scheduled in batch.requests]
         trees = plain_run.choose_trees(batch, trees, possible=runs_ahead)
         for scheduled, tree in zip(batch.requests, trees, strict=True):
@@ -227,7 +228,8 @@ class Engine:
                 if self.backend.capabilities.ranks > 1:
                     raise
                 index = largest_input(inputs, error.slot)
-                self._failed.append((batch.requests.pop(index).request, error))
+                self._failed.append((batch.requests[index].request, error))
+                batch.keep(batch.requests[:index] + batch.requests[index + 1 :])
                 del inputs[index]
         return None
 

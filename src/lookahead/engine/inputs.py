@@ -69,7 +69,7 @@ def make_inputs(batch: ScheduledBatch, backend: Backend) -> tuple[list[StepInput
             failed.append((scheduled.request, error))
     if failed:
         failed_requests = [request for request, _ in failed]
-        batch.requests = [scheduled for scheduled in batch.requests if scheduled.request not in failed_requests]
+        batch.keep([scheduled for scheduled in batch.requests if scheduled.request not in failed_requests])
     return inputs, failed
 
 

@@ -40,9 +40,7 @@ class PlainRun:
 
     def is_possible(self, batch: ScheduledBatch, *, only_batch: bool) -> bool:
         """Whether the step of this batch, without draft tokens, could run ahead of the host."""
-        if not (self._runs_ahead and only_batch) or batch.prefilling:
-            return False
-        return all([scheduled.request.plain and not scheduled.chunk for scheduled in batch.requests])
+        return self._runs_ahead and only_batch and not batch.prefilling and batch.plain
 
     def choose_trees(self, batch: ScheduledBatch, proposed: list[TokenTree], *, possible: bool) -> list[TokenTree]:
         """The trees of a batch: bare roots if this step was expected to be plain, otherwise the proposed ones. Sets

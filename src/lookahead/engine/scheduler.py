@@ -132,6 +132,7 @@ class Scheduler:
         if len({request.inexact for request in self.running.values()}) == 1:
             if not prefilling and self.backend.capabilities.branches:  # then a request that decodes continues to do so
                 self._steady = self._decoding_batch([self._decoding(request) for request in decoding])
+                self._steady.steady = True
                 return [self._steady]
             return [self._mixed_batch(decoding, prefilling, most)]
         return [
@@ -230,7 +231,7 @@ class Scheduler:
             if scheduled.is_last_chunk:
                 scheduled.tree = request.sequence.bare_root()
             rows -= len(scheduled.chunk) + len(scheduled.tree)
-            batch.requests.append(scheduled)
+            batch.keep([*batch.requests, scheduled])
 
     def _blocked_verifiers(self, prefilling: Iterable[Request]) -> set[Verifier | None]:
         """Verifiers shared by several requests, one of which is still prefilling: these requests must step together."""
@@ -284,7 +285,7 @@ class Scheduler:
             if not with_drafts:
                 youngest = self._youngest()
                 for batch in batches:
-                    batch.requests = [scheduled for scheduled in batch.requests if scheduled.request is not youngest]
+                    batch.keep([scheduled for scheduled in batch.requests if scheduled.request is not youngest])
                 self.preempt(youngest)
 
     def _reserve(self, batch: ScheduledBatch) -> bool:

@@ -92,10 +92,14 @@ def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | Non
 
     If a verifier raises, all its requests get the exception.
     """
+    verdicts = [result.accepted for result in results if result.request.verifier is None]
+    if len(verdicts) == len(results):
+        return verdicts
     verdicts = [result.accepted for result in results]
     groups: dict[Verifier, list[int]] = {}
-    for index in [index for index, result in enumerate(results) if result.request.verifier is not None]:
-        groups.setdefault(results[index].request.verifier, []).append(index)
+    for index, verifier in enumerate([result.request.verifier for result in results]):
+        if verifier is not None:
+            groups.setdefault(verifier, []).append(index)
     for verifier, indices in groups.items():
         try:
             found: Sequence[Verdict | Exception] = verifier([results[index] for index in indices])

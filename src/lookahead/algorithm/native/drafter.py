@@ -10,7 +10,6 @@ from struct import pack
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lookahead.algorithm.draft import (
     MAX_DRAFT_TOKENS,
@@ -44,7 +43,7 @@ class StepsInC(NamedTuple):
     """C's inputs for the drafts of a step: the addresses of their `Step`s, and the integers that come with these.
 
     `rows` are those of all layouts, `drafted` the most draft tokens, and `searched` the number of sequences with any.
-    `memory` must outlive the call.
+    C writes the trees to `trees`, which grows as needed. `memory` must outlive the call.
     """
 
     addresses: bytes
@@ -53,6 +52,7 @@ class StepsInC(NamedTuple):
     rows: int
     drafted: int
     searched: int
+    trees: array[int]
     memory: list[Any]
 
 
@@ -98,21 +98,19 @@ class NativeDrafter:
     ) -> tuple[list[TokenTree], float | None]:
         # 1. C's inputs for every sequence.
         known: StepsInC | None = drafts.in_c if isinstance(drafts, Drafts) else None
-        steps, numbers, layouts, rows, drafted, searched, _ = self._steps(drafts) if known is None else known
+        steps, numbers, layouts, rows, drafted, searched, trees, _ = self._steps(drafts) if known is None else known
         self._searched = searched
         # 2. Search, choose draft tokens, write the trees.
-        times: npt.NDArray[np.float64] | array[float] | None
-        if limits.cost is None:
-            address = count = 0
-        elif isinstance(limits.cost, np.ndarray):  # new in every step
-            times = np.ascontiguousarray(limits.cost, dtype=np.float64)
-            address, count = times.__array_interface__["data"][0], len(times)
+        if isinstance(limits.cost, np.ndarray):  # new in every step
+            times: array[float] | None = array("d", limits.cost.astype(np.float64, copy=False).tobytes())
         else:  # from a config
             times = self._times(limits.cost)
-            address, count = table_of(times)
-        weighed, most = (-1 if n is None else max(0, n) for n in (limits.max_weighed, limits.max_tokens))
-        capacity = MAX_DRAFT_TOKENS * len(drafts) if most < 0 else most
-        trees = array("i", bytes(16 * (rows + min(drafted, capacity))))
+        address, count = table_of(times)
+        weighed = -1 if limits.max_weighed is None else max(0, limits.max_weighed)
+        most = -1 if limits.max_tokens is None else max(0, limits.max_tokens)
+        capacity = 4 * (rows + (drafted if most < 0 else min(drafted, most)))
+        if len(trees) < capacity:
+            trees.frombytes(bytes(4 * (capacity - len(trees))))
         counts, expected = array("i", bytes(4 * len(drafts))), array("d", bytes(8 * len(drafts) + 8))
         packed = STEP_LIMITS.pack(address, limits.floor, count, len(drafts), weighed, most)
         refuses = check_result(
@@ -138,7 +136,7 @@ class NativeDrafter:
         mosts = [draft.max_tokens for draft in drafts if draft.max_tokens > 0 and draft.candidates is not None]
         in_c = StepsInC(
             pack(f"{len(steps)}P", *steps), b"".join(numbers), layouts, sum([layout.size for layout in layouts]),
-            sum(mosts), len(mosts), alive,
+            sum(mosts), len(mosts), array("i"), alive,
         )  # fmt: skip
         if isinstance(drafts, Drafts):
             drafts.in_c = in_c
