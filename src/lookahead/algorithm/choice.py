@@ -98,7 +98,7 @@ def draft_all(sequences: Sequence[DecodingSequence], limit: int | None, *, pads:
             else:
                 draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
         drafts.append(draft)
-    if windows or not isinstance(sequences, SequenceBatch) or any([draft.cached is None for draft in drafts]):
+    if windows or not isinstance(sequences, SequenceBatch) or any(draft.cached is None for draft in drafts):
         return StepDrafts(drafts, rows, table)
     sequences.drafts = StepDrafts(Drafts(drafts), rows, table)
     return sequences.drafts
@@ -125,7 +125,7 @@ def choose_chains(
 
 def all_weigh(sequences: Sequence[DecodingSequence]) -> bool:
     """Whether all of these sequences weigh their draft tokens against the time of a step."""
-    return all([sequence.config.step_cost is not None for sequence in sequences])
+    return None not in [sequence.config.step_cost for sequence in sequences]
 
 
 class DraftBudget:

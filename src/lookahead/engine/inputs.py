@@ -40,7 +40,7 @@ def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backen
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), prompt_tokens=sequence.prompt_tokens)
     step_input, scheduled.next_input = scheduled.next_input or prepare_input(scheduled, scheduled.chunk), None
     step_input.tree = tree
-    if request.plain and sequence.greedy and not next_is_plain or step_input.logits:
+    if step_input.logits or (request.plain and sequence.greedy and not next_is_plain):
         return step_input
     if request.noise is not None:
         step_input.noise = request.noise.rows(tree)

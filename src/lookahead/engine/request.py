@@ -30,8 +30,9 @@ class Request:
     when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only
     requests with the same `salt` share the K/V of a common prefix; `cached` is how many tokens were cached when the
     request was last admitted, `inexact` whether its trees may be too large or too deep to be exact, and `plain` whether
-    the backend alone can choose its tokens, from logits as they are (all three are set by the scheduler). With `reports_steps` an event has the time of its step and the sources of its accepted
-    tokens, and the events of the next `trees` steps also have the step's tree. `recipe` is the data from which other
+    the backend alone can choose its tokens, from logits as they are (all three are set by the scheduler). With
+    `reports_steps` an event has the time of its step and the sources of its accepted tokens, and the events of the next
+    `trees` steps also have the step's tree. `recipe` is the data from which other
     ranks build the same request (see `parallel.leader`); the engine does not use it.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
@@ -25,6 +26,9 @@ FALLBACK_ROWS = (32, 128, 256, 512, ROW_SIZES[-1])
 CHUNK_FALLBACK_ROWS = (256, 512, ROW_SIZES[-1])
 """Rows of the fallback kinds, without and with prompt chunks. A prompt runs only once, so its pass may take twice as
 long."""
+
+
+_UNIFORMS, _NOISE = attrgetter("uniforms"), attrgetter("noise")
 
 
 class ForwardKind(NamedTuple):
@@ -91,8 +95,8 @@ def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: Devic
     trees, chunks = [sequence.tree.size for sequence in inputs], [len(sequence.chunk) for sequence in inputs]
     needed = sum([sequence.tree.needed_count for sequence in inputs])
     forward = forward_kind(trees, chunks, lengths, needed, device)
-    sampler = Sampler.INVERSE_CDF if any([sequence.uniforms for sequence in inputs]) else Sampler.GREEDY
-    if any([sequence.noise for sequence in inputs]):
+    sampler = Sampler.INVERSE_CDF if any(map(_UNIFORMS, inputs)) else Sampler.GREEDY
+    if any(map(_NOISE, inputs)):
         sampler = Sampler.MULTINOMIAL
     adjusted = [sequence.adjustment for sequence in inputs].count(None) < len(inputs)
     logprobs = [sequence.logprobs for sequence in inputs].count(None) < len(inputs)
