@@ -102,7 +102,8 @@ class Engine:
         for request in self._scheduler.running.values():
             with suppress(Exception):
                 self.backend.close(request.slot)
-        for requests in (self._requests, self._scheduler.running, self._scheduler.waiting, self._failed):
+        self._scheduler.clear()
+        for requests in (self._requests, self._failed):
             requests.clear()
 
     @property

@@ -91,6 +91,12 @@ class Scheduler:
         self.remember(request)
         self.backend.close(request.slot)
 
+    def clear(self) -> None:
+        """Forget all requests. Their K/V are freed elsewhere."""
+        self.running.clear()
+        self.waiting.clear()
+        self._steady = None
+
     def preempt(self, request: Request) -> None:
         """Free a running request's K/V, and put it at the front of the queue. When it is admitted again,
         all its tokens are prefilled, and it continues."""

@@ -497,8 +497,8 @@ def test_a_batch_keeps_its_drafts_while_it_has_the_same_sequences(window: int) -
         assert drafts == [None] * 8
     else:
         first, *_, last = drafts
-        assert all(one is first for one in drafts[:4]) and all(one is last for one in drafts[4:])
-        assert first is not last and len(last.drafts) == 2
+        assert [id(one) for one in drafts] == [id(first)] * 4 + [id(last)] * 4
+        assert [len(one.drafts) for one in (first, last)] == [3, 2]
 
 
 def test_memory_in_c_is_freed_with_its_sequence() -> None:
