@@ -109,7 +109,7 @@ class Played(GraphBackend):
         """Targets from the text; the top-8 of a token, in which a target takes a random rank half of the time."""
         begin, start = perf_counter(), 0
         self.seconds["fill"], self.seconds["host"] = begin - self._filling, begin - self._arrived
-        fields, out = step.packet.forward.fields, step.top.arrays[0]
+        fields, out = step.packet.forward.fields, step.top.host_copies[0].numpy()
         needed = fields["needed"][: step.packet.forward.needed].astype(np.int64)
         for table_slot, length, first, chunk, nodes in fields["sequences"][: fields["sequence_of"].max() + 1].tolist():
             root, depths = first + chunk, [-1]

@@ -217,6 +217,7 @@ def test_requests_with_their_own_slots_are_not_put_back() -> None:
     engine.abort()
     assert engine.running == []
     assert backend.pool.used == 0
+    assert engine.step() == []
 
 
 def test_a_failed_request_leaves_and_says_why() -> None:

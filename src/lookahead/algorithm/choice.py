@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lookahead.algorithm.budget import DraftGuard
 from lookahead.algorithm.cost import Costs, PassCost
-from lookahead.algorithm.draft import Draft, StepLimits
+from lookahead.algorithm.draft import Draft, Drafts, StepLimits
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, WindowLayout
 
 SLACK = 0.5
 """Draft tokens below this fraction of the best score that the last step refused are not searched for."""
+
+
+class StepDrafts(NamedTuple):
+    """One draft per sequence of a step. `rows` are those of the roots and the windows, and `times` is the longest of
+    the configs' curves, if draft tokens are weighed."""
+
+    drafts: Sequence[Draft]
+    rows: int
+    times: Costs
+
+
+class SequenceBatch(tuple[DecodingSequence, ...]):
+    """Sequences that run in the same steps. Their `drafts` are the same in all of these if no sequence has a window
+    and all drafts are cached."""
+
+    drafts: StepDrafts | None = None
 
 
 def power_of_two(count: int) -> int:
@@ -38,8 +55,25 @@ def choose_trees(
     """
     if len(sequences) == 1:
         return [sequences[0].propose(limit, cost, runs_ahead=runs_ahead)]
+    # 1. One draft per sequence, best tokens first.
+    known = sequences.drafts if isinstance(sequences, SequenceBatch) else None
+    drafts, rows, table = draft_all(sequences, limit, pads=pads) if known is None else known
+    # 2. The step takes the best draft tokens of all sequences.
+    plain = len(sequences) if runs_ahead else 0
+    times = table if cost is None or not len(table) else cost.times_after(chunk_tokens, plain)
+    floor = SLACK * max([sequence.best_refused for sequence in sequences])
+    limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
+    trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
+    best_refused = floor if refused is None else refused
+    for sequence in sequences:
+        sequence.best_refused = best_refused
+    return trees
+
+
+def draft_all(sequences: Sequence[DecodingSequence], limit: int | None, *, pads: bool) -> StepDrafts:
+    """The drafts of a step of several sequences. A `SequenceBatch` keeps them if its other steps have the same ones."""
     # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
-    together, layouts = power_of_two(len(sequences)), list[WindowLayout]()
+    together, layouts, windows = power_of_two(len(sequences)), list[WindowLayout](), False
     known, share = None, 0
     table: Costs = ()
     for sequence in sequences:
@@ -47,7 +81,9 @@ def choose_trees(
             known, share = sequence.config, sequence.share(together, pads)
             if known.step_cost is not None and not pads and len(known.step_cost) > len(table):
                 table = known.step_cost
-        layouts.append(sequence.root_alone if share < sequence.min_window_share else sequence.layout(share))
+        has_window = share >= sequence.min_window_share
+        layouts.append(sequence.layout(share) if has_window else sequence.root_alone)
+        windows = windows or has_window
     rows = sum([layout.size for layout in layouts])
     if limit is not None and rows > limit:
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
@@ -62,16 +98,10 @@ def choose_trees(
             else:
                 draft = sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False)
         drafts.append(draft)
-    # 3. The step takes the best draft tokens of all sequences.
-    plain = len(sequences) if runs_ahead else 0
-    times = table if cost is None or not len(table) else cost.times_after(chunk_tokens, plain)
-    floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
-    trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
-    best_refused = floor if refused is None else refused
-    for sequence in sequences:
-        sequence.best_refused = best_refused
-    return trees
+    if windows or not isinstance(sequences, SequenceBatch) or any(draft.cached is None for draft in drafts):
+        return StepDrafts(drafts, rows, table)
+    sequences.drafts = StepDrafts(Drafts(drafts), rows, table)
+    return sequences.drafts
 
 
 def choose_chains(
@@ -95,7 +125,7 @@ def choose_chains(
 
 def all_weigh(sequences: Sequence[DecodingSequence]) -> bool:
     """Whether all of these sequences weigh their draft tokens against the time of a step."""
-    return all(sequence.config.step_cost is not None for sequence in sequences)
+    return None not in [sequence.config.step_cost for sequence in sequences]
 
 
 class DraftBudget:

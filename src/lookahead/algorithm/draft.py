@@ -165,6 +165,12 @@ class Draft:
         return Limits(self.max_tokens, self.max_depth, self.cost, self.layout.size, least)
 
 
+class Drafts(tuple[Draft, ...]):
+    """The drafts of the same sequences in all their steps: all of them are cached. `in_c` is the C drafter's copy."""
+
+    in_c: Any = None
+
+
 @dataclass(slots=True)
 class StepLimits:
     """The limits that all drafts of a step share.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,13 @@ class StepResults:
     """The results of a step for all its inputs, in one array. It is created while the device runs, and filled later.
 
     `rows` [R, 1 + 2 n] are the target, the n top tokens and their levels of every needed row, input after input. The C
-    drafter verifies all of them at once.
+    drafter verifies all of them at once, and finds them at `address`.
     """
 
-    __slots__ = ("rows",)
+    __slots__ = ("address", "rows")
 
-    def __init__(self, rows: npt.NDArray[np.int32] = NO_ROWS) -> None:
-        self.rows = rows
+    def __init__(self, rows: npt.NDArray[np.int32]) -> None:
+        self.rows, self.address = rows, int(rows.ctypes.data)
 
 
 class StepOutput:
@@ -89,9 +88,3 @@ def best_tokens(rows: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32
     if count >= most:
         return rows[:, 1:]
     return np.concatenate([rows[:, 1 : 1 + count], rows[:, 1 + most : 1 + most + count]], axis=1)
-
-
-def results_of(outputs: Sequence[StepOutput]) -> npt.NDArray[np.int32] | None:
-    """The results of all outputs of one step in one array, or None if the backend does not provide them so."""
-    results = outputs[0].results
-    return None if results is None else results.rows

@@ -65,6 +65,7 @@ class DecodingSequence:
             raise ValueError(f"the output already has {len(output)} of its {self.room} tokens; there is nothing to add")
         self.tokens = [*prompt, *output]
         self.prompt_tokens = len(prompt)
+        self._end = self.prompt_tokens + self.room  # the length at which the sequence ends
         self.ends = ends
         self._eos_ids = self.rules.eos_ids
         self.finish_reason: str | None = None
@@ -254,10 +255,10 @@ class DecodingSequence:
 
     def apply_stop_rules(self, verdict: Verdict) -> Verdict:
         """Cut a verdict after the first token that ends the sequence."""
-        tokens, generated = verdict.tokens, len(self.tokens) - self.prompt_tokens
-        if self.ends is None and generated + len(tokens) < self.room and self._eos_ids.isdisjoint(tokens):
+        tokens = verdict.tokens
+        if self.ends is None and len(self.tokens) + len(tokens) < self._end and self._eos_ids.isdisjoint(tokens):
             return verdict  # most steps: twice as fast as `cut_at_stop`, and tested against it in test_sequence.py
-        count, reason = cut_at_stop(tokens, generated, self.room, self.rules, self.ends)
+        count, reason = cut_at_stop(tokens, self.generated, self.room, self.rules, self.ends)
         if reason is not None:
             verdict.path, verdict.tokens, verdict.finish_reason = verdict.path[: count - 1], tokens[:count], reason
         return verdict
@@ -268,21 +269,19 @@ class DecodingSequence:
             self.learn_while_running()  # the engine did not call it, and the previous step would be lost
         # 1. The accepted tokens.
         verdict = verdict or self.verify(tree, output)
-        tokens = verdict.tokens
-        self.finish_reason = verdict.finish_reason
-        root = self.tokens[-1]
-        self.tokens += tokens
+        self.tokens += verdict.tokens
         if self.prediction is not None:
-            self.prediction.record_output(self.tokens, tokens)
-        if self.finish_reason is not None:
+            self.prediction.record_output(self.tokens, verdict.tokens)
+        if verdict.finish_reason is not None:
+            self.finish_reason = verdict.finish_reason
             return verdict
         # 2. The window: one n-gram per column, and a new window row.
-        ngrams: list[tuple[int, ...]] = []
+        ngrams: Sequence[tuple[int, ...]] = ()
         if tree.width:
             first = 1 if self.config.ngram > 2 else 0  # with N = 2 the root is part of the newest window row
             new = output.targets[first : first + tree.width]
             if not verdict.learned:
-                ngrams = self._window.ngrams(root, new)
+                ngrams = self._window.ngrams(tree.tokens[0], new)
             self._window.roll(new)
         # 3. Learn what the next step's draft needs. The rest waits until the device runs that step.
         self._unlearned = tree, output, verdict
@@ -291,7 +290,7 @@ class DecodingSequence:
         return verdict
 
     def _update_sources(
-        self, tree: TokenTree, output: StepOutput, verdict: Verdict, ngrams: list[tuple[int, ...]]
+        self, tree: TokenTree, output: StepOutput, verdict: Verdict, ngrams: Sequence[tuple[int, ...]]
     ) -> None:
         """Let the sources learn from a step."""
         outcome = Outcome(

@@ -176,7 +176,8 @@ class Forest:
         self, layouts: Iterable[WindowLayout], drafted: Iterable[int], expected: Iterable[float]
     ) -> list[TokenTree]:
         """The trees, the first one at row 0: each has a branch with its layout, followed by `drafted` draft tokens."""
-        trees, start = list[TokenTree](), 0
+        trees: list[TokenTree] = []
+        start = 0
         for layout, count, scores in zip(layouts, drafted, expected, strict=True):
             tree = TokenTree.__new__(TokenTree)
             tree._fields = tree._needed = tree._draft_children = tree._packed = None  # until they are needed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lookahead.algorithm.choice import SequenceBatch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.engine.request import Request
@@ -29,9 +30,10 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """The requests of one forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
+    """The requests of a forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
 
-    The prompts in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
+    A batch that is `steady` runs in several passes, in which all its requests decode, without any chunks. The prompts
+    in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
     `propose_seconds` is the time per tree that proposing took. `ran_ahead`: the backend may already run it, because it
     follows a step whose `next_is_plain` (see `plain_run`).
     """
@@ -43,6 +45,36 @@ class ScheduledBatch:
     propose_seconds: float = 0.0
     ran_ahead: bool = False
     next_is_plain: bool = False
+    steady: bool = False
+    _sequences: SequenceBatch | None = None
+    _plain: bool | None = None
+
+    @property
+    def sequences(self) -> SequenceBatch:
+        """The requests' sequences: the same object for the same requests."""
+        if self._sequences is None:
+            self._sequences = SequenceBatch([scheduled.request.sequence for scheduled in self.requests])
+        return self._sequences
+
+    @property
+    def plain(self) -> bool:
+        """Whether all requests are `plain`, and none has a chunk."""
+        if self._plain is None:
+            self._plain = all(scheduled.request.plain and not scheduled.chunk for scheduled in self.requests)
+        return self._plain
+
+    @property
+    def ids(self) -> list[int]:
+        return [scheduled.request.id for scheduled in self.requests]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of all chunks."""
+        return 0 if self.steady else sum([len(scheduled.chunk) for scheduled in self.requests])
+
+    def keep(self, requests: list[ScheduledRequest]) -> None:
+        """Continue with these requests alone."""
+        self.requests, self._sequences, self._plain = requests, None, None
 
     @property
     def tokens(self) -> int:

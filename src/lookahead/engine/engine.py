@@ -102,7 +102,8 @@ class Engine:
         for request in self._scheduler.running.values():
             with suppress(Exception):
                 self.backend.close(request.slot)
-        for requests in (self._requests, self._scheduler.running, self._scheduler.waiting, self._failed):
+        self._scheduler.clear()
+        for requests in (self._requests, self._failed):
             requests.clear()
 
     @property
@@ -156,7 +157,7 @@ class Engine:
         events of this one are sent."""
         step, self._running_step = self._running_step, NO_STEP
         reads = self.backend.expert_reads
-        results = list[StepResult]()
+        results: list[StepResult] = []
         for index, batch in enumerate(step.batches):
             launched = self._launch(batch) if index else step.first
             if launched is not None:
@@ -183,20 +184,22 @@ class Engine:
         if not batch.requests or not batch.requests[0].is_last_chunk:  # a batch may be one prompt chunk without a tree
             return
         begin, plain_run = perf_counter(), self._plain_run
-        sequences = [scheduled.request.sequence for scheduled in batch.requests]
+        sequences = batch.sequences
         runs_ahead = plain_run.is_possible(batch, only_batch=only_batch)
         try:
-            chunk_tokens, again = sum([len(scheduled.chunk) for scheduled in batch.requests]), list[int]()
+            again: list[int] = []
             if not self.backend.capabilities.branches:
                 again = [len(scheduled.chunk) if scheduled.runs_again else 0 for scheduled in batch.requests]
-            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens, again, runs_ahead=runs_ahead)
+            trees = self._drafting.propose(
+                sequences, batch.max_tree_tokens, batch.chunk_tokens, again, runs_ahead=runs_ahead
+            )
         except Exception:
             failed = self._failing_requests(batch.requests)
             if not failed:
                 raise
             self._failed += failed
             failed_requests = [request for request, _ in failed]
-            batch.requests = [scheduled for scheduled in batch.requests if scheduled.request not in failed_requests]
+            batch.keep([scheduled for scheduled in batch.requests if scheduled.request not in failed_requests])
             trees = [scheduled.request.sequence.bare_root() for scheduled in batch.requests]
         trees = plain_run.choose_trees(batch, trees, possible=runs_ahead)
         for scheduled, tree in zip(batch.requests, trees, strict=True):
@@ -226,7 +229,8 @@ class Engine:
                 if self.backend.capabilities.ranks > 1:
                     raise
                 index = largest_input(inputs, error.slot)
-                self._failed.append((batch.requests.pop(index).request, error))
+                self._failed.append((batch.requests[index].request, error))
+                batch.keep(batch.requests[:index] + batch.requests[index + 1 :])
                 del inputs[index]
         return None
 
@@ -268,7 +272,8 @@ class Engine:
         times.forward, times.accept = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.on_pass is not None:
             self.on_pass(tokens, times.forward)
-        finished, running = list[StepResult](), self._requests
+        running = self._requests
+        finished: list[StepResult] = []
         for scheduled, result, output, verdict in zip(batch.requests, results, outputs, accepted, strict=True):
             if result.request.id not in running:
                 continue  # it was cancelled while it ran
@@ -288,20 +293,25 @@ class Engine:
         """
         # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
-        accepted, kept = list[tuple[StepResult, Verdict]](), list[tuple[int, list[int]]]()
+        accepted: list[tuple[StepResult, Verdict]] = []
+        kept: list[tuple[int, list[int]]] = []
+        changed: list[tuple[StepResult, Verdict]] = []  # those that ended, or whose prompt did
         if self._failed:
             failed_ids = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in failed_ids]
         for result, verified in zip(results, verdicts_of(results), strict=True):
-            request = result.request
+            request, step_input = result.request, result.input
+            sequence = request.sequence
             try:
                 if isinstance(verified, Exception):
                     raise verified
                 if verified is not None and request.verifier is None:
-                    verified = request.sequence.apply_stop_rules(verified)
-                verdict = request.sequence.accept_step(result.input.tree, result.output, verified)
+                    verified = sequence.apply_stop_rules(verified)
+                verdict = sequence.accept_step(step_input.tree, result.output, verified)
                 accepted.append((result, verdict))
-                kept.append((result.input.slot, verdict.path))
+                kept.append((step_input.slot, verdict.path))
+                if verdict.finish_reason is not None or step_input.chunk:
+                    changed.append((result, verdict))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)
             except Exception as error:
@@ -312,7 +322,7 @@ class Engine:
             self.backend.commit(kept)
         done = perf_counter()
         # 9. Finished and failed requests leave.
-        for result, verdict in accepted:
+        for result, verdict in changed:
             if verdict.finish_reason is not None:
                 if result.request.finished is not None:
                     result.request.finished(result.request)

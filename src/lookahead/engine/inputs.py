@@ -40,7 +40,7 @@ def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backen
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), prompt_tokens=sequence.prompt_tokens)
     step_input, scheduled.next_input = scheduled.next_input or prepare_input(scheduled, scheduled.chunk), None
     step_input.tree = tree
-    if step_input.logits:
+    if step_input.logits or (request.plain and sequence.greedy and not next_is_plain):
         return step_input
     if request.noise is not None:
         step_input.noise = request.noise.rows(tree)
@@ -58,16 +58,18 @@ def make_input(scheduled: ScheduledRequest, next_is_plain: bool, backend: Backen
 
 def make_inputs(batch: ScheduledBatch, backend: Backend) -> tuple[list[StepInput], list[tuple[Request, Exception]]]:
     """The inputs of a batch. A request whose mask fails leaves the batch, and is returned with its exception."""
-    inputs, requests, failed = list[StepInput](), list[ScheduledRequest](), list[tuple[Request, Exception]]()
+    inputs: list[StepInput] = []
+    failed: list[tuple[Request, Exception]] = []
     for scheduled in batch.requests:
         try:
             inputs.append(make_input(scheduled, batch.next_is_plain, backend))
-            requests.append(scheduled)
         except Exception as error:
             if scheduled.request.mask is None:
                 raise
             failed.append((scheduled.request, error))
-    batch.requests = requests
+    if failed:
+        failed_requests = [request for request, _ in failed]
+        batch.keep([scheduled for scheduled in batch.requests if scheduled.request not in failed_requests])
     return inputs, failed
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.engine.batch import ScheduledBatch
-from lookahead.engine.request import Request
 
 LONGEST_RUN = 4
 """Steps without draft tokens that are counted: one more tells nothing new about the next step."""
@@ -40,26 +40,21 @@ class PlainRun:
 
     def is_possible(self, batch: ScheduledBatch, *, only_batch: bool) -> bool:
         """Whether the step of this batch, without draft tokens, could run ahead of the host."""
-        if not (self._runs_ahead and only_batch) or batch.prefilling:
-            return False
-        return all(not scheduled.chunk and _is_plain(scheduled.request) for scheduled in batch.requests)
+        return self._runs_ahead and only_batch and not batch.prefilling and batch.plain
 
     def choose_trees(self, batch: ScheduledBatch, proposed: list[TokenTree], *, possible: bool) -> list[TokenTree]:
         """The trees of a batch: bare roots if this step was expected to be plain, otherwise the proposed ones. Sets
         whether the batch `ran_ahead` and whether its `next_is_plain`."""
-        requests = [scheduled.request for scheduled in batch.requests]
-        ids = [request.id for request in requests]
-        batch.ran_ahead = possible and ids == self._expected
-        batch.next_is_plain = possible and self._continues(requests, proposed)
-        self._expected = ids if batch.next_is_plain else []
-        return [request.sequence.bare_root() for request in requests] if batch.ran_ahead else proposed
+        expected = self._expected
+        batch.ran_ahead = possible and bool(expected) and batch.ids == expected
+        batch.next_is_plain = possible and self._continues(batch.sequences, proposed)
+        self._expected = batch.ids if batch.next_is_plain else []
+        return [sequence.bare_root() for sequence in batch.sequences] if batch.ran_ahead else proposed
 
-    def _continues(self, requests: Sequence[Request], proposed: Sequence[TokenTree]) -> bool:
-        """Whether the next step of these requests should be plain."""
-        sequences = [request.sequence for request in requests]
-        has_next = all(sequence.left > 1 for sequence in sequences)
+    def _continues(self, sequences: Sequence[DecodingSequence], proposed: Sequence[TokenTree]) -> bool:
+        """Whether the next step of these sequences should be plain."""
         if all(sequence.never_drafts for sequence in sequences):
-            return has_next
+            return _have_next(sequences)
         if not self._budget.weighs_drafts(sequences):
             return False
         if self._bare:
@@ -67,12 +62,9 @@ class PlainRun:
             self._gains[self._bare] -= NEWEST * (gain + self._gains[self._bare])
         drafted = any(tree.size > 1 for tree in proposed)
         self._bare = 0 if drafted else min(self._bare + 1, LONGEST_RUN)
-        return has_next and not drafted and self._gains[self._bare] >= 0
+        return not drafted and self._gains[self._bare] >= 0 and _have_next(sequences)
 
 
-def _is_plain(request: Request) -> bool:
-    """Whether the backend alone can choose this request's tokens, from logits as they are."""
-    sequence = request.sequence
-    if request.verifier is not None or request.noise is not None or request.mask is not None:
-        return False
-    return not sequence.adjusts and sequence.sampling.logprobs is None
+def _have_next(sequences: Sequence[DecodingSequence]) -> bool:
+    """Whether no sequence ends with this step, if it gives one token."""
+    return all(sequence.left > 1 for sequence in sequences)

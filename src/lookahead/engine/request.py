@@ -29,9 +29,10 @@ class Request:
     the tokens instead of the sequence's uniforms. `mask` restricts the tokens, for grammars. `finished` is called
     when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only
     requests with the same `salt` share the K/V of a common prefix; `cached` is how many tokens were cached when the
-    request was last admitted, and `inexact` whether its trees may be too large or too deep to be exact (both are set by
-    the scheduler). With `reports_steps` an event has the time of its step and the sources of its accepted
-    tokens, and the events of the next `trees` steps also have the step's tree. `recipe` is the data from which other
+    request was last admitted, `inexact` whether its trees may be too large or too deep to be exact, and `plain` whether
+    the backend alone can choose its tokens, from logits as they are (all three are set by the scheduler). With
+    `reports_steps` an event has the time of its step and the sources of its accepted tokens, and the events of the next
+    `trees` steps also have the step's tree. `recipe` is the data from which other
     ranks build the same request (see `parallel.leader`); the engine does not use it.
     """
 
@@ -47,6 +48,7 @@ class Request:
     queued_at: float = 0.0
     keeps_slot: bool = False
     inexact: bool = False
+    plain: bool = False
     cached: int = 0
     reports_steps: bool = False
     trees: int = 0

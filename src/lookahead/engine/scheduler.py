@@ -32,6 +32,14 @@ def most_sequences(backend: Backend, wanted: int) -> int:
     return min(wanted, backend.most_rows if slots is None else min(slots, backend.most_rows))
 
 
+def is_plain(request: Request) -> bool:
+    """Whether the backend alone can choose this request's tokens, from logits as they are."""
+    sequence = request.sequence
+    if request.verifier is not None or request.noise is not None or request.mask is not None:
+        return False
+    return not sequence.adjusts and sequence.sampling.logprobs is None
+
+
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
 
@@ -48,13 +56,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
         self._retry_in = 0  # steps until the next request, which did not fit, is tried again
-        self._steady: list[ScheduledRequest] = []  # all running requests if they all decode, until that changes
+        self._steady: ScheduledBatch | None = None  # all running requests if they all decode, until that changes
 
     # Requests.
 
     def add(self, request: Request) -> None:
         """Queue a request. One that already has a slot runs at once."""
         request.queued_at, request.inexact = perf_counter(), self._is_inexact(request)
+        request.plain = is_plain(request)
         if request.inexact:  # exact requests must not share its K/V
             request.salt += " inexact"
         if request.slot < 0:
@@ -71,16 +80,22 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         """Let a request that has a slot run from the next step on."""
-        self.running[request.id], self._steady = request, []
+        self.running[request.id], self._steady = request, None
 
     def remove(self, request: Request) -> None:
         """Remove a request, and free its K/V."""
-        self._retry_in, self._steady = 0, []
+        self._retry_in, self._steady = 0, None
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
         self.remember(request)
         self.backend.close(request.slot)
+
+    def clear(self) -> None:
+        """Forget all requests. Their K/V are freed elsewhere."""
+        self.running.clear()
+        self.waiting.clear()
+        self._steady = None
 
     def preempt(self, request: Request) -> None:
         """Free a running request's K/V, and put it at the front of the queue. When it is admitted again,
@@ -102,8 +117,8 @@ class Scheduler:
         """The batches of the next step, which include every decoding request."""
         self._retry_in = max(0, self._retry_in - 1)
         self._admit()
-        if self._steady:
-            return [self._decoding_batch([*self._steady])]
+        if self._steady is not None:
+            return [self._steady]
         decoding, prefilling, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
             if len(request.sequence.tokens) - 1 == cached(request.slot) or self._runs_again(request):
@@ -122,8 +137,9 @@ class Scheduler:
         most = self.backend.most_rows
         if len({request.inexact for request in self.running.values()}) == 1:
             if not prefilling and self.backend.capabilities.branches:  # then a request that decodes continues to do so
-                self._steady = [self._decoding(request) for request in decoding]
-                return [self._decoding_batch([*self._steady])]
+                self._steady = self._decoding_batch([self._decoding(request) for request in decoding])
+                self._steady.steady = True
+                return [self._steady]
             return [self._mixed_batch(decoding, prefilling, most)]
         return [
             self._mixed_batch(
@@ -221,7 +237,7 @@ class Scheduler:
             if scheduled.is_last_chunk:
                 scheduled.tree = request.sequence.bare_root()
             rows -= len(scheduled.chunk) + len(scheduled.tree)
-            batch.requests.append(scheduled)
+            batch.keep([*batch.requests, scheduled])
 
     def _blocked_verifiers(self, prefilling: Iterable[Request]) -> set[Verifier | None]:
         """Verifiers shared by several requests, one of which is still prefilling: these requests must step together."""
@@ -275,7 +291,7 @@ class Scheduler:
             if not with_drafts:
                 youngest = self._youngest()
                 for batch in batches:
-                    batch.requests = [scheduled for scheduled in batch.requests if scheduled.request is not youngest]
+                    batch.keep([scheduled for scheduled in batch.requests if scheduled.request is not youngest])
                 self.preempt(youngest)
 
     def _reserve(self, batch: ScheduledBatch) -> bool:

@@ -92,7 +92,11 @@ def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | Non
 
     If a verifier raises, all its requests get the exception.
     """
-    verdicts, groups = [result.accepted for result in results], dict[Verifier, list[int]]()
+    verdicts = [result.accepted for result in results if result.request.verifier is None]
+    if len(verdicts) == len(results):
+        return verdicts
+    verdicts = [result.accepted for result in results]
+    groups: dict[Verifier, list[int]] = {}
     for index, verifier in enumerate([result.request.verifier for result in results]):
         if verifier is not None:
             groups.setdefault(verifier, []).append(index)

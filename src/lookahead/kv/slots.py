@@ -145,7 +145,8 @@ class Slots:
     def require_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
         """Reserve pages for this many tokens of each sequence, or raise MemoryError. If enough are free, reserve pages
         for `ahead` further tokens, too."""
-        available, may_grow = self.pool.available, list[tuple[Slot, int]]()
+        available = self.pool.available
+        may_grow: list[tuple[Slot, int]] = []
         for slot, count in zip(slots, tokens, strict=True):
             if available and slot.room >= count + ahead:
                 continue  # the usual case: `reserve_pages` would take three times as long
@@ -225,8 +226,9 @@ class Slots:
         self.pending_commits += len(self.pending_moves[0]) // 2, len(path)
         size, root = self.page_size, slot.length
         for table, moves in zip(slot.tables, self.pending_moves, strict=True):
-            pages = table.pages
-            for target, source in enumerate([root + node for node in path], start=root + 1):
+            pages, target = table.pages, root
+            for node in path:
+                source, target = root + node, target + 1
                 moves += (
                     (pages[source // size] + 1) * size + source % size,
                     (pages[target // size] + 1) * size + target % size,

@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
-from toy import steps, toy_model
+from toy import steps, targets_of, toy_model
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.budget import without_cost
-from lookahead.algorithm.choice import DraftBudget, choose_trees
+from lookahead.algorithm.choice import DraftBudget, SequenceBatch, choose_trees
 from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.draft import Candidates, Drafter, Limits
 from lookahead.algorithm.native.build import SIGNATURES, library
@@ -467,6 +468,37 @@ def test_a_text_without_an_end_fits_into_c() -> None:
     sequences = [DecodingSequence([1, 2, 1], shared, None, rules, memory=memory) for _ in range(9)]
     assert all(sequence.cached_draft for sequence in sequences)
     assert all(len(tree) > 1 for tree in choose_trees(sequences))
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_batch_keeps_its_drafts_while_it_has_the_same_sequences(window: int) -> None:
+    """Its trees are those of a list, whose drafts are made again for every step. A window changes the drafts."""
+    config, model = without_cost(replace(EVERYTHING, window=window, budget=100)), toy_model(4, 3, order=2)
+
+    def run(batch_of: Callable[[list[DecodingSequence]], Sequence[DecodingSequence]]) -> tuple[list[Any], list[Any]]:
+        memory, rules = SharedMemory(OURS), StopRules(max_tokens=60)
+        sequences = [DecodingSequence([1, 2, n % 3, 1, 2], config, None, rules, memory=memory) for n in range(3)]
+        seen, drafts = list[Any](), list[Any]()
+        for running in (sequences, sequences[1:]):
+            batch = batch_of(running)
+            for limit in (50, 9, None, 50):
+                trees = choose_trees(batch, limit)
+                seen.append((trees, [sequence.best_refused for sequence in running]))
+                drafts.append(getattr(batch, "drafts", None))
+                for sequence, tree in zip(running, trees, strict=True):
+                    sequence.learn_while_running()
+                    sequence.accept_step(tree, targets_of(sequence, tree, model))
+        return seen, drafts
+
+    (trees, drafts), (listed, _) = run(SequenceBatch), run(list)
+    assert trees == listed
+    assert any(len(tree) > 1 for tree in trees[-1][0])
+    if window:
+        assert drafts == [None] * 8
+    else:
+        first, *_, last = drafts
+        assert [id(one) for one in drafts] == [id(first)] * 4 + [id(last)] * 4
+        assert [len(one.drafts) for one in (first, last)] == [3, 2]
 
 
 def test_memory_in_c_is_freed_with_its_sequence() -> None:

@@ -7,18 +7,26 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from struct import pack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from lookahead.algorithm.draft import MAX_DRAFT_TOKENS, NO_LIMITS, Candidates, Draft, Limits, StepLimits, TextSettings
+from lookahead.algorithm.draft import (
+    MAX_DRAFT_TOKENS,
+    NO_LIMITS,
+    Candidates,
+    Draft,
+    Drafts,
+    Limits,
+    StepLimits,
+    TextSettings,
+)
 from lookahead.algorithm.native.build import check_result
 from lookahead.algorithm.native.candidates import address_of, candidates_in_c, chains_of, table_of
 from lookahead.algorithm.native.layout import STEP, STEP_LIMITS
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers
 from lookahead.algorithm.native.verification import NativeVerification
-from lookahead.algorithm.tree import NO_DRAFT_TOKENS, DraftTokens, Forest, TokenTree
+from lookahead.algorithm.tree import NO_DRAFT_TOKENS, DraftTokens, Forest, TokenTree, WindowLayout
 from lookahead.algorithm.verify import Verification
 from lookahead.machine import cores
 
@@ -29,6 +37,23 @@ MAX_WORKERS, CORES_EACH = 4, 4
 """The most search threads, and the cores of the machine per search thread."""
 MIN_PARALLEL_SEARCHES = 4
 """Threads are used for at least this many sequences with draft tokens."""
+
+
+class StepsInC(NamedTuple):
+    """C's inputs for the drafts of a step: the addresses of their `Step`s, and the integers that come with these.
+
+    `rows` are those of all layouts, `drafted` the most draft tokens, and `searched` the number of sequences with any.
+    C writes the trees to `trees`, which grows as needed. `memory` must outlive the call.
+    """
+
+    addresses: bytes
+    numbers: bytes
+    layouts: list[WindowLayout]
+    rows: int
+    drafted: int
+    searched: int
+    trees: array[int]
+    memory: list[Any]
 
 
 class NativeDrafter:
@@ -72,34 +97,25 @@ class NativeDrafter:
         self, drafts: Sequence[Draft], limits: StepLimits = NO_LIMITS
     ) -> tuple[list[TokenTree], float | None]:
         # 1. C's inputs for every sequence.
-        steps, numbers = list[int](), list[Numbers]()
-        alive = list[Any]()  # memory that must outlive the call
-        for draft in drafts:
-            cached = draft.cached
-            steps.append(self._step(draft, numbers, alive) if cached is None else cached.step or self._cache(draft))
-        layouts = [draft.layout for draft in drafts]
-        rows = sum([layout.size for layout in layouts])
-        mosts = [draft.max_tokens for draft in drafts if draft.max_tokens > 0 and draft.candidates is not None]
-        drafted, searched = sum(mosts), len(mosts)
+        known: StepsInC | None = drafts.in_c if isinstance(drafts, Drafts) else None
+        steps, numbers, layouts, rows, drafted, searched, trees, _ = self._steps(drafts) if known is None else known
         self._searched = searched
         # 2. Search, choose draft tokens, write the trees.
-        times: npt.NDArray[np.float64] | array[float] | None
-        if limits.cost is None:
-            address = count = 0
-        elif isinstance(limits.cost, np.ndarray):  # new in every step
-            times = np.ascontiguousarray(limits.cost, dtype=np.float64)
-            address, count = times.__array_interface__["data"][0], len(times)
+        if isinstance(limits.cost, np.ndarray):  # new in every step
+            times: array[float] | None = array("d", limits.cost.astype(np.float64, copy=False).tobytes())
         else:  # from a config
             times = self._times(limits.cost)
-            address, count = table_of(times)
-        weighed, most = (-1 if n is None else max(0, n) for n in (limits.max_weighed, limits.max_tokens))
-        capacity = MAX_DRAFT_TOKENS * len(drafts) if most < 0 else most
-        trees = array("i", bytes(16 * (rows + min(drafted, capacity))))
+        address, count = table_of(times)
+        weighed = -1 if limits.max_weighed is None else max(0, limits.max_weighed)
+        most = -1 if limits.max_tokens is None else max(0, limits.max_tokens)
+        capacity = 4 * (rows + (drafted if most < 0 else min(drafted, most)))
+        if len(trees) < capacity:
+            trees.frombytes(bytes(4 * (capacity - len(trees))))
         counts, expected = array("i", bytes(4 * len(drafts))), array("d", bytes(8 * len(drafts) + 8))
         packed = STEP_LIMITS.pack(address, limits.floor, count, len(drafts), weighed, most)
         refuses = check_result(
             self._c.draft_trees(
-                packed, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
+                packed, steps, numbers, address_of(counts), address_of(expected),
                 address_of(trees), self._workers if searched >= MIN_PARALLEL_SEARCHES else 0,
             )
         )  # fmt: skip
@@ -109,6 +125,22 @@ class NativeDrafter:
         forest = Forest(trees[: 4 * nodes], nodes)
         step = forest.trees(layouts, counts, expected)
         return step, refused if refuses else None
+
+    def _steps(self, drafts: Sequence[Draft]) -> StepsInC:
+        """C's inputs for these drafts. They are kept for drafts that do not change."""
+        steps, numbers, alive = list[int](), list[Numbers](), list[Any]()
+        for draft in drafts:
+            cached = draft.cached
+            steps.append(self._step(draft, numbers, alive) if cached is None else cached.step or self._cache(draft))
+        layouts = [draft.layout for draft in drafts]
+        mosts = [draft.max_tokens for draft in drafts if draft.max_tokens > 0 and draft.candidates is not None]
+        in_c = StepsInC(
+            pack(f"{len(steps)}P", *steps), b"".join(numbers), layouts, sum([layout.size for layout in layouts]),
+            sum(mosts), len(mosts), array("i"), alive,
+        )  # fmt: skip
+        if isinstance(drafts, Drafts):
+            drafts.in_c = in_c
+        return in_c
 
     def _step(self, draft: Draft, numbers: list[Numbers], alive: list[Any]) -> int:
         """The address of a draft's `Step`. Its integers are added to `numbers`, and its memory to `alive`."""

@@ -10,7 +10,7 @@ from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.native.build import check_result
 from lookahead.algorithm.native.candidates import CandidatesInC, address_of
 from lookahead.algorithm.native.layout import STEP_TREE
-from lookahead.algorithm.output import StepOutput, results_of
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict
 
@@ -38,27 +38,32 @@ class NativeVerification:
         self._verdicts = [Verdict([], [], None, learner is not None) for learner in self._learners]
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        results, numbers, count, rows = results_of(outputs), self._numbers, len(self._trees), self._rows
-        if results is None:
+        numbers, count, rows = self._numbers, len(self._trees), self._rows
+        if outputs[0].results is None:  # this backend does not return them in one array
             return PythonVerification(self._trees).accept(outputs)
-        if len(results) != self._needed:
-            raise ValueError(f"results of {len(results)} rows for {self._needed} needed nodes")
-        address = address_of(numbers)
+        address, (given, stride) = outputs[0].results.address, outputs[0].results.rows.shape
+        if given != self._needed:
+            raise ValueError(f"results of {given} rows for {self._needed} needed nodes")
+        to = address_of(numbers)
         self._c.draft_accept(
-            self._structs, count, self._nodes, results.__array_interface__["data"][0], results.shape[1],
-            address, address + 4 * count, address + 4 * (count + rows),
-        )  # fmt: skip
-        verdicts, flat, start = list[Verdict | Exception](), numbers.tolist(), count
-        for accepted, verdict in zip(flat[:count], self._verdicts, strict=True):
+            self._structs, count, self._nodes, address, stride, to, to + 4 * count, to + 4 * (count + rows)
+        )
+        counts = numbers[:count].tolist()
+        last = count + sum([accepted for accepted in counts if accepted > 0])
+        tokens, paths = numbers[count:last].tolist(), numbers[count + rows : last + rows].tolist()
+        start = 0
+        for accepted, verdict in zip(counts, self._verdicts, strict=True):
             if accepted > 0:
-                verdict.tokens = flat[start : start + accepted]
+                end = start + accepted
+                verdict.tokens = tokens[start:end]
                 if accepted > 1:
-                    path = start + rows
-                    verdict.path = flat[path : path + accepted - 1]
-                start += accepted
-                verdicts.append(verdict)
-            else:
-                verdicts.append(NO_VERDICT if not accepted else _error(accepted))
+                    verdict.path = paths[start : end - 1]
+                start = end
+        verdicts: list[Verdict | Exception] = [*self._verdicts]
+        if min(counts) < 1:
+            for index, accepted in enumerate(counts):
+                if accepted < 1:
+                    verdicts[index] = NO_VERDICT if not accepted else _error(accepted)
         return verdicts
 
 

@@ -39,7 +39,7 @@ class Outcome:
     path: list[int]
     targets: list[int]
     top: npt.NDArray[np.int32] | None
-    ngrams: list[tuple[int, ...]]
+    ngrams: Sequence[tuple[int, ...]]
     learned: bool = False
 
 

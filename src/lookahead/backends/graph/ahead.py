@@ -13,7 +13,7 @@ overwrites them. Recurrent states got the roots of the step before it, which are
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lookahead.algorithm.output import StepOutput, StepResults
 from lookahead.backends.base import MOST_AHEAD, StepInput
@@ -38,22 +38,22 @@ class LaunchedStep:
     kept: int = 0
     outputs: list[StepOutput] | None = None
     reads_more: bool = False
-    results: StepResults = field(default_factory=StepResults)
+    results: StepResults | None = None
 
     def make_outputs(self) -> list[StepOutput]:
         """Create the outputs, still without results, while the device runs."""
         ends = [*self.starts[1:], self.starts[-1] + self.inputs[-1].tree.needed_count]
-        self.outputs, results = [], self.results
+        self.outputs, self.results = [], self.running.new_results(ends[-1])
         self.reads_more = any(sequence.logits or sequence.logprobs is not None for sequence in self.inputs)
         for start, end, sequence in zip(self.starts, ends, self.inputs, strict=True):
-            self.outputs.append(StepOutput.of_results(results, start, end, sequence.top))
+            self.outputs.append(StepOutput.of_results(self.results, start, end, sequence.top))
         return self.outputs
 
     def read(self) -> list[StepOutput]:
         """Copy the results, which have arrived on the host."""
         running, outputs = self.running, self.make_outputs() if self.outputs is None else self.outputs
-        # One copy of everything: a NumPy call takes as long for all inputs as for one.
-        self.results.rows = running.results(self.starts[-1] + self.inputs[-1].tree.needed_count)
+        assert self.results is not None
+        running.copy_results(self.results)
         for start, sequence, output in zip(self.starts, self.inputs, outputs, strict=True) if self.reads_more else ():
             if sequence.logits or sequence.logprobs is not None:
                 end = start + len(sequence.tree.needed)
@@ -123,7 +123,7 @@ class StepAhead:
             return None
         if any(sequence.sampling != old.sampling for sequence, old in zip(inputs, running.inputs, strict=True)):
             return None
-        return replace(running, inputs=list(inputs), outputs=None, results=StepResults())
+        return replace(running, inputs=list(inputs), outputs=None, results=None)
 
     def drop(self) -> LaunchedStep | None:
         """Drop the step ahead and return it. Work launched from now on, on any stream, runs after it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
@@ -25,6 +26,9 @@ FALLBACK_ROWS = (32, 128, 256, 512, ROW_SIZES[-1])
 CHUNK_FALLBACK_ROWS = (256, 512, ROW_SIZES[-1])
 """Rows of the fallback kinds, without and with prompt chunks. A prompt runs only once, so its pass may take twice as
 long."""
+
+
+_UNIFORMS, _NOISE = attrgetter("uniforms"), attrgetter("noise")
 
 
 class ForwardKind(NamedTuple):
@@ -89,21 +93,14 @@ class DeviceTraits(NamedTuple):
 def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: DeviceTraits) -> StepKind:
     """The kind of a step of these inputs, whose sequences have `lengths` cached tokens."""
     trees, chunks = [sequence.tree.size for sequence in inputs], [len(sequence.chunk) for sequence in inputs]
-    needed, sampler, plain = 0, Sampler.GREEDY, True
-    for sequence in inputs:
-        needed += sequence.tree.needed_count
-        if sequence.uniforms:
-            sampler = Sampler.INVERSE_CDF
-        if sequence.adjustment is not None or sequence.logprobs is not None or sequence.noise:
-            plain = False
+    needed = sum([sequence.tree.needed_count for sequence in inputs])
     forward = forward_kind(trees, chunks, lengths, needed, device)
-    if plain:
-        return StepKind(forward, TargetsKind(forward.needed, sampler))
-    if any(sequence.noise for sequence in inputs):
+    sampler = Sampler.INVERSE_CDF if any(map(_UNIFORMS, inputs)) else Sampler.GREEDY
+    if any(map(_NOISE, inputs)):
         sampler = Sampler.MULTINOMIAL
-    adjusted = any(sequence.adjustment is not None for sequence in inputs)
-    logprobs = any(sequence.logprobs is not None for sequence in inputs)
-    return StepKind(forward, TargetsKind(forward.needed, sampler, adjusted=adjusted, logprobs=logprobs))
+    adjusted = [sequence.adjustment for sequence in inputs].count(None) < len(inputs)
+    logprobs = [sequence.logprobs for sequence in inputs].count(None) < len(inputs)
+    return StepKind(forward, TargetsKind(forward.needed, sampler, adjusted, logprobs))
 
 
 def forward_kind(
@@ -125,24 +122,47 @@ def _forward_kind(
 ) -> ForwardKind:
     largest, any_chunk = max(trees), any(chunks)
     rows = bucket(sum(trees) + sum(chunks))
-    tilings = []
-    for shape in device.shapes:
-        group, size, row_counts = shape.group, TileSize.SMALL, trees
-        if largest > few_rows(group) or any_chunk:  # otherwise small tiles are faster
-            size = _faster_size(trees, chunks, lengths, group)
+    tiles: list[tuple[TileSize, int]] = []
+    for group, few, (size, block), large in _tile_limits(device):
+        row_counts = trees
+        if largest > few or any_chunk:  # otherwise small tiles are faster
             row_counts = [*trees, *chunks]
-        block = queries_per_tile(shape.dim, size)
+            if _faster_size(trees, chunks, lengths, group) is TileSize.LARGE:
+                size, block = large
         if largest * group <= block and not any_chunk:  # one for each tree
-            tiles = len(trees)
+            tiles.append((size, len(trees)))
         else:
-            tiles = sum([-(-count * group // block) for count in row_counts])
-        grid = Grid.SINGLE if tiles <= -(-rows * group // block) else Grid.SPLIT
-        if tiles > most_split(shape, device.processors, size):
+            tiles.append((size, sum([-(-count * group // block) for count in row_counts])))
+    return _kind_of_tiles(rows, needed, largest <= INVARIANT_NODES, tuple(tiles), device)
+
+
+@lru_cache(maxsize=16)
+def _tile_limits(device: DeviceTraits) -> list[tuple[int, int, tuple[TileSize, int], tuple[TileSize, int]]]:
+    """For each head shape: the query heads of a K/V head, `few_rows`, and small and large tiles with their queries."""
+    return [
+        (
+            shape.group,
+            few_rows(shape.group),
+            (TileSize.SMALL, queries_per_tile(shape.dim, TileSize.SMALL)),
+            (TileSize.LARGE, queries_per_tile(shape.dim, TileSize.LARGE)),
+        )
+        for shape in device.shapes
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_tiles(
+    rows: int, needed: int, exact: bool, tiles: tuple[tuple[TileSize, int], ...], device: DeviceTraits
+) -> ForwardKind:
+    """The kind of a pass with these tiles for each head shape. `exact`: its trees can be invariant."""
+    tilings = []
+    for shape, (size, count) in zip(device.shapes, tiles, strict=True):
+        one_tree = -(-rows * shape.group // queries_per_tile(shape.dim, size))
+        grid = Grid.SINGLE if count <= one_tree else Grid.SPLIT
+        if count > most_split(shape, device.processors, size):
             grid = Grid.UNSPLIT
         tilings.append(Tiling(size, grid))
-    return ForwardKind(
-        rows, needed_bucket(rows, needed), tuple(tilings), device.invariant and largest <= INVARIANT_NODES
-    )
+    return ForwardKind(rows, needed_bucket(rows, needed), tuple(tilings), device.invariant and exact)
 
 
 def few_rows(group: int) -> int:

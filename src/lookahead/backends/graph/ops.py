@@ -147,8 +147,8 @@ def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> 
 class TopTokens:
     """The results of a step: for each of R needed nodes target, n likeliest tokens, and their probability levels.
 
-    They are int32 [R, 1 + 2 n], once on the device (`out`) and twice on the host (`host_copies`, and as NumPy
-    `arrays`). Consecutive steps alternate between the two host copies, so that the host can read one step's results
+    They are int32 [R, 1 + 2 n], once on the device (`out`) and twice on the host (`host_copies`, which begin at
+    `addresses`). Consecutive steps alternate between the two host copies, so that the host can read one step's results
     while the device sends the next. A host copy may be read only after waiting for its step.
     """
 
@@ -157,7 +157,7 @@ class TopTokens:
         self.out, self.work = out, work
         pinned = out.device.type == "cuda"
         self.host_copies = [torch.zeros(out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self.arrays = [copy.numpy() for copy in self.host_copies]
+        self.addresses = [copy.data_ptr() for copy in self.host_copies]
 
     def fill(self, logits: torch.Tensor) -> None:
         """Compute `out` from logits [R, V]."""
@@ -211,7 +211,7 @@ class LogProbs:
         self._top = TopTokens(torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device), work)
         self._values = torch.zeros(rows, 1 + top, dtype=torch.float32, device=device)
         self._host = torch.zeros(self._values.shape, dtype=torch.float32, pin_memory=device.type == "cuda")
-        self.likely, self.array = self._top.arrays[0][:, 1 : 1 + top], self._host.numpy()
+        self.likely, self.array = self._top.host_copies[0].numpy()[:, 1 : 1 + top], self._host.numpy()
         self._log_probs: Any = reference_draw.log_probs
         if device.type == "cuda":
             from lookahead.backends.graph.kernels.draw import log_probs
