@@ -194,8 +194,7 @@ class GraphBackend:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Reserve pages for `tokens` tokens of the sequence. False if there are too few."""
-        held = self.slots.by_number[slot]
-        return (held.room >= tokens and self.slots.pool.available) or self.slots.reserve_pages(held, tokens)
+        return self.slots.reserve_pages(self.slots.by_number[slot], tokens)
 
     def holds(self) -> int | None:
         """Maximum tokens of a single sequence: as many as its page table has room for, which is never more than all
